@@ -1,0 +1,1 @@
+"""Load, trace replay, comparison and reports. Reaches a router over HTTP alone."""
