@@ -1,0 +1,85 @@
+"""How fast to replay a trace: slow enough for this machine, and no heavier than the fleet bears.
+
+Two factors. `speed` is simulated seconds per second of wall clock: the workers run that much
+faster than their profile. `load` is trace seconds per simulated second: above 1 the fleet gets
+the trace's calls closer together than they came, below 1 further apart, because the fleet is
+smaller than the one the trace was taken from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bench.reference import row_hits
+from bench.traces import Row
+from simulator.profile import Profile
+
+TARGET_UTILISATION = 0.5
+SHORTEST_S, LONGEST_S = 30.0, 120.0
+# What one call costs all processes of a replay together on a machine of two cores, with reserve.
+SECONDS_PER_CALL = 0.012
+BYTES_PER_SECOND = 40e6
+EVENTS_PER_SECOND = 400.0
+BYTES_PER_TOKEN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """`arrivals` is how much faster than in the trace calls come on the wall clock."""
+
+    speed: float
+    load: float
+
+    @property
+    def arrivals(self) -> float:
+        return self.speed * self.load
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """Worker seconds that the rows need in all, at perfect affinity."""
+
+    prefill_s: float
+    decode_s: float
+
+
+def demand(rows: Sequence[Row], profile: Profile, workers: int, capacity_tokens: int) -> Demand:
+    hits = row_hits(rows, workers * capacity_tokens)
+    prefill_s = decode_s = 0.0
+    for row, hit in zip(rows, hits, strict=True):
+        held = min(hit, row.input_tokens - 1)
+        prefill_s += profile.prefill.seconds(row.input_tokens - held, held)
+        context = row.input_tokens + row.output_tokens // 2
+        batch = max(1, min(profile.max_running, capacity_tokens // max(1, context)) // 2)
+        decode_s += row.output_tokens * profile.decode.seconds(batch, context) / batch
+    return Demand(prefill_s, decode_s)
+
+
+def wall_s(rows: Sequence[Row]) -> float:
+    """How long this machine should take over the rows."""
+    total_bytes = BYTES_PER_TOKEN * sum(row.input_tokens for row in rows)
+    need_s = SECONDS_PER_CALL * len(rows) + total_bytes / BYTES_PER_SECOND
+    return min(LONGEST_S, max(SHORTEST_S, need_s))
+
+
+def choose(span_s: float, wanted_s: float, needed: Demand, workers: int) -> Pace:
+    """The lowest simulation speed that ends in `wanted_s` with the fleet at half load or less."""
+    span_s = max(span_s, 1e-3)
+    busiest_s = max(needed.prefill_s, needed.decode_s, 1e-9)
+    most_load = TARGET_UTILISATION * workers * span_s / busiest_s
+    arrivals = max(1.0, span_s / wanted_s)
+    speed = max(1.0, arrivals / most_load)
+    return Pace(speed, arrivals / speed)
+
+
+def utilisation(pace: Pace, span_s: float, seconds: float, workers: int) -> float:
+    """Share of the simulated time that the stage's workers are busy."""
+    return seconds * pace.load / (workers * max(span_s, 1e-3))
+
+
+def stream_interval(rows: Sequence[Row], seconds: float) -> int:
+    """Tokens per streamed event that keep the events within what this machine can carry."""
+    tokens = sum(row.output_tokens for row in rows)
+    return max(1, math.ceil(tokens / (EVENTS_PER_SECOND * seconds)))
