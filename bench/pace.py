@@ -14,15 +14,16 @@ from dataclasses import dataclass
 
 from bench.reference import row_hits
 from bench.traces import Row
-from simulator.profile import Profile
+from scheduler import Prices
 
-TARGET_UTILISATION = 0.5
-SHORTEST_S, LONGEST_S = 30.0, 120.0
+TARGET_UTILISATION = 0.6
+SHORTEST_S, LONGEST_S = 40.0, 140.0
 # What one call costs all processes of a replay together on a machine of two cores, with reserve.
-SECONDS_PER_CALL = 0.012
+SECONDS_PER_CALL = 0.02
 BYTES_PER_SECOND = 40e6
 EVENTS_PER_SECOND = 400.0
 BYTES_PER_TOKEN = 4
+LARGEST_BATCH = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +46,17 @@ class Demand:
     decode_s: float
 
 
-def demand(rows: Sequence[Row], profile: Profile, workers: int, capacity_tokens: int) -> Demand:
+def demand(rows: Sequence[Row], prices: Prices, workers: int, capacity_tokens: int) -> Demand:
+    """Decode is priced at half of the largest batch that slots and KV allow."""
     hits = row_hits(rows, workers * capacity_tokens)
-    prefill_s = decode_s = 0.0
+    prefill_ms = decode_ms = 0.0
     for row, hit in zip(rows, hits, strict=True):
         held = min(hit, row.input_tokens - 1)
-        prefill_s += profile.prefill.seconds(row.input_tokens - held, held)
+        prefill_ms += prices.prefill(row.input_tokens - held, held)
         context = row.input_tokens + row.output_tokens // 2
-        batch = max(1, min(profile.max_running, capacity_tokens // max(1, context)) // 2)
-        decode_s += row.output_tokens * profile.decode.seconds(batch, context) / batch
-    return Demand(prefill_s, decode_s)
+        batch = max(1, min(LARGEST_BATCH, capacity_tokens // max(1, context)) // 2)
+        decode_ms += row.output_tokens * prices.decode_step(batch, batch * context) / batch
+    return Demand(prefill_ms / 1000, decode_ms / 1000)
 
 
 def wall_s(rows: Sequence[Row]) -> float:
@@ -65,7 +67,7 @@ def wall_s(rows: Sequence[Row]) -> float:
 
 
 def choose(span_s: float, wanted_s: float, needed: Demand, workers: int) -> Pace:
-    """The lowest simulation speed that ends in `wanted_s` with the fleet at half load or less."""
+    """The lowest simulation speed that ends in `wanted_s` with the fleet within its target."""
     span_s = max(span_s, 1e-3)
     busiest_s = max(needed.prefill_s, needed.decode_s, 1e-9)
     most_load = TARGET_UTILISATION * workers * span_s / busiest_s

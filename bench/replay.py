@@ -26,11 +26,12 @@ from bench.observation import Call
 from bench.open_loop import Job, kept_rows
 from bench.progress import Progress
 from bench.tokenisation import Tokenisation
-from simulator import profile as profiles
+from scheduler import PROFILES
 
 JSON = dict[str, Any]
 HELP = "real traffic from a trace: hit rate, balance, latency, agreement of the router's metrics"
 CAPACITY_TOKENS = 1 << 20
+WINDOW_TOKENS = 1 << 17
 WINDOW_MARGIN_TOKENS = 32  # the chat template may make a prompt a little longer than its row
 DRAIN_S = 60.0
 
@@ -47,9 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--workers", default="2,4", help="prefill workers, and as many decode workers, per run")
     add("--speed", default="auto", help="simulated seconds per second; with --url: of arrivals")
     add("--load", default="auto", help="trace seconds per simulated second")
-    add("--profile", default="b300-tp4", help="what the simulated workers cost")
+    add("--profile", default="b300-tp4", choices=sorted(PROFILES), help="cost of the workers")
     add("--capacity-tokens", type=int, default=CAPACITY_TOKENS, help="KV cache of each worker")
-    add("--window", type=int, help="drop rows above this many tokens (default: the workers')")
+    add("--window", type=int, default=WINDOW_TOKENS, help="of the workers; longer rows drop out")
     add("--rows", type=int, help="only the first so many rows")
     add("--max-output-tokens", type=int, help="cap on each row's output (reported)")
     add("--stream-interval", type=int, help="tokens per streamed event (default: by event rate)")
@@ -116,14 +117,13 @@ class Plan:
 
 
 def _plan(options: argparse.Namespace, trace: traces.Trace, workers: int) -> Plan:
-    profile = profiles.load(options.profile)
-    window = options.window or min(profile.max_model_len, options.capacity_tokens)
+    window = min(options.window, options.capacity_tokens)
     rows = kept_rows(trace, window - WINDOW_MARGIN_TOKENS, options.rows)
     if not rows:
         raise ReplayError(f"{trace.name}: no row fits a window of {window} tokens")
     fitting = traces.within_window(trace, window - WINDOW_MARGIN_TOKENS)
     span_s = (rows[-1].arrival_ms - rows[0].arrival_ms) / 1000
-    needed = pace.demand(rows, profile, workers, options.capacity_tokens)
+    needed = pace.demand(rows, PROFILES[options.profile], workers, options.capacity_tokens)
     chosen = _pace(options, rows, span_s, needed, workers)
     seconds = span_s / chosen.arrivals
     return Plan(
