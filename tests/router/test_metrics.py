@@ -33,7 +33,7 @@ def outcome(**fields) -> Outcome:
     return Outcome(**{"request_id": "r", "model": "glm", "endpoint": "/v1/completions", **fields})
 
 
-def samples(subject: Metrics) -> dict[tuple, float]:
+def samples(subject: Metrics) -> dict[tuple[object, ...], float]:
     families = text_string_to_metric_families(subject.render().decode())
     return {
         (sample.name, *sorted(sample.labels.items())): sample.value
