@@ -5,6 +5,7 @@
 #   make test-real   the router before real vLLM engines (minutes, 3 GiB; see tests/real)
 #   make bench       NAME=overhead ARGS="--reps 3"; without NAME: what there is
 #   make format      rewrites the code as `make check` wants it
+#   make docs        writes the generated tables of docs/ anew
 #   make lock        resolves the dependencies anew
 #   make clean       removes all that the targets made
 
@@ -17,7 +18,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check lint types imports unit test-real bench format lock clean
+.PHONY: help setup demo test check lint types imports unit test-real bench format docs lock clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -63,6 +64,9 @@ bench: setup
 format: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+docs: setup
+	$(BIN)/python docs/render_tables.py
 
 # pip's own configuration (mirrors, caps, folders of wheels) must not leak into the lock, so it is
 # switched off here; what is left is the public index and its hashes of every file of a release.
