@@ -170,7 +170,7 @@ class QueueConfig(Strict):
     max_waiting: int = Field(
         default=8192, ge=0, description="Calls that may wait for a placement; further ones get 429."
     )
-    timeout_s: Positive = Field(default=60.0, description="Longest wait for a placement; then 503.")
+    timeout_s: Positive = Field(default=60.0, description="Longest wait for a placement; then 429.")
 
 
 class IoRatioConfig(Strict):
