@@ -1,0 +1,937 @@
+"""The engine core: continuous batching over a paged KV cache, driven by a clock it is given.
+
+Nothing here reads a clock, does I/O or rolls dice. A driver calls `submit`, `abort` and `advance`
+with the engine's time and carries out the `Action`s that come back (reading KV from another
+engine, telling it that its blocks are free). The same class serves sockets in real time and whole
+fleets in virtual time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from heapq import heappop, heappush
+from itertools import count
+from math import inf
+
+import numpy as np
+
+from simulator.blocks import BlockManager
+from simulator.hashing import Chain, Tokens, chain_blocks, mix, salt_seed, sequence_identity
+from simulator.profile import Profile
+from simulator.text import Answer, natural_length
+
+DEFAULT_LEASE_S = 30.0
+_HEARTBEATS_PER_LEASE = 6
+_LEASE_PER_HEARTBEAT = 2 / 3
+# A peer that cannot be reached: at once where a connection existed, else after its time-outs.
+KNOWN_PEER_FAILS_S = 0.1
+UNKNOWN_PEER_FAILS_S = 4.5
+
+
+class EngineDeadError(Exception):
+    """The engine core has died; nothing can be submitted until a restart."""
+
+
+class State(Enum):
+    WAITING = "waiting"
+    PULLING = "pulling"
+    LOADED = "loaded"
+    "KV has arrived; waits for its place in the batch."
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Reason(Enum):
+    """Why a sequence ended. The first two are what an API calls finish reasons."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteKv:
+    """A decode leg's claim on blocks of a prefill engine. `engine_id` None: a malformed claim."""
+
+    engine_id: str | None
+    request_id: str
+    blocks: tuple[int, ...]
+    host: str = ""
+    port: int = 0
+    cached_tokens: int | None = None
+    "What the prefill engine found in its own cache, if it said so."
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """What to generate. `max_tokens` None: until the answer ends by itself."""
+
+    id: str
+    tokens: Tokens
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    salt: str | None = None
+    choice: int = 0
+    keep_kv: bool = False
+    "Pin the KV for another engine after the last token (`do_remote_decode`)."
+    remote: RemoteKv | None = None
+    "Pull the prompt's KV from another engine (`do_remote_prefill`)."
+
+
+class Sequence:
+    """One request inside the engine. Drivers read it; only the engine changes it."""
+
+    __slots__ = (
+        "arrival_s",
+        "blocks",
+        "cached_tokens",
+        "chain",
+        "computed",
+        "external_tokens",
+        "finished_s",
+        "first_token_s",
+        "generated",
+        "hits",
+        "identity",
+        "key",
+        "limit",
+        "natural",
+        "own_cached",
+        "preemptions",
+        "prompt_len",
+        "published",
+        "reason",
+        "reported",
+        "request",
+        "scheduled_s",
+        "state",
+        "touched",
+    )
+
+    def __init__(self, request: Request, chain: Chain, identity: int, limit: int, now_s: float):
+        self.request = request
+        self.chain = chain
+        self.identity = identity
+        self.key = identity
+        "Identity of what the KV really holds; settled with the first token."
+        self.limit = limit
+        self.natural = False
+        "The limit is where the answer ends by itself."
+        self.prompt_len = len(request.tokens)
+        self.state = State.WAITING
+        self.reason: Reason | None = None
+        self.blocks: list[int] = []
+        self.hits = 0
+        self.published = 0
+        self.computed = 0
+        self.generated = 0
+        self.reported = 0
+        "Tokens the driver has taken note of; the driver's to write."
+        self.cached_tokens: int | None = None
+        "What the request's usage reports: the prefill engine's number on a decode engine."
+        self.own_cached = 0
+        "Prompt tokens found in this engine's own cache."
+        self.external_tokens = 0
+        self.preemptions = 0
+        self.arrival_s = now_s
+        self.scheduled_s: float | None = None
+        self.first_token_s: float | None = None
+        self.finished_s: float | None = None
+        self.touched = False
+
+    def __repr__(self) -> str:
+        return (
+            f"<{self.request.id} {self.state.value} computed {self.computed}"
+            f" of {self.prompt_len} + {self.generated}>"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """Read `remote` blocks and answer with `pulled` or `pull_failed`."""
+
+    sequence: Sequence
+    remote: RemoteKv
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Tell the other engine that its blocks are not needed any more."""
+
+    remote: RemoteKv
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """Tell the other engine that its blocks are still wanted."""
+
+    remote: RemoteKv
+
+
+Action = Pull | Release | Heartbeat
+
+
+@dataclass(slots=True)
+class Progress:
+    """What happened: sequences with new tokens or an end, and what the driver has to do."""
+
+    sequences: list[Sequence] = field(default_factory=list)
+    actions: list[Action] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Pin:
+    """Blocks kept for a decode engine until `expires_s`."""
+
+    blocks: list[int]
+    expires_s: float
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counters since the engine started. Tokens unless the name says otherwise."""
+
+    requests: int = 0
+    prompt: int = 0
+    output: int = 0
+    computed: int = 0
+    "Prompt tokens computed here, recomputation after a preemption included."
+    cached: int = 0
+    external: int = 0
+    local_compute: int = 0
+    "Prompt tokens of finished prefills that neither a cache nor a transfer supplied."
+    cache_queries: int = 0
+    cache_hits: int = 0
+    external_queries: int = 0
+    external_hits: int = 0
+    preemptions: int = 0
+    aborted: int = 0
+    expired: int = 0
+    late_releases: int = 0
+    transfers: int = 0
+    transfer_failures: int = 0
+    transfer_s: float = 0.0
+    transfer_bytes: int = 0
+    steps: int = 0
+    busy_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Step:
+    """One forward pass in flight."""
+
+    start_s: float
+    end_s: float
+    prefill: list[tuple[Sequence, int]]
+    decode: list[Sequence]
+
+
+class Engine:
+    """One worker's scheduler and KV cache. All times are seconds of the engine's own clock."""
+
+    def __init__(
+        self,
+        profile: Profile,
+        *,
+        engine_id: str = "engine",
+        block_tokens: int = 16,
+        lease_s: float = DEFAULT_LEASE_S,
+        recompute_failed_loads: bool = False,
+    ) -> None:
+        self.profile = profile
+        self.engine_id = engine_id
+        self.block_tokens = block_tokens
+        self.lease_s = lease_s
+        self.recompute_failed_loads = recompute_failed_loads
+        self.blocks = BlockManager(profile.capacity_tokens // block_tokens)
+        self.max_model_len = min(profile.max_model_len, self.blocks.capacity * block_tokens)
+        self.totals = Totals()
+        self.pace = 1.0
+        "Factor on the time of every step: 2 is half as fast."
+        self.dead = False
+        self.pins: dict[str, Pin] = {}
+        self._sequences: dict[str, Sequence] = {}
+        self._waiting: deque[Sequence] = deque()
+        self._loaded: deque[Sequence] = deque()
+        self._pulling: dict[str, Sequence] = {}
+        self._hung: set[str] = set()
+        self._prefilling: list[Sequence] = []
+        self._decoding: list[Sequence] = []
+        self._admitted: list[Sequence] = []
+        "Everything in the batch, oldest first; the last one is preempted first."
+        self._context_tokens = 0
+        "Sum of the KV lengths of the decoding sequences."
+        self._full = False
+        "The last look at the queue found no room; only an end, a release or a timer makes some."
+        self._step: _Step | None = None
+        self._timers: list[tuple[float, int, str, Sequence | str]] = []
+        self._ticket = count()
+        self._now_s = 0.0
+        self._progress = Progress()
+        self._link_free_s = 0.0
+        self._peers: set[str] = set()
+
+    # -- what a driver asks ---------------------------------------------------------------------
+
+    @property
+    def running(self) -> int:
+        return len(self._admitted)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting) + len(self._loaded) + len(self._pulling)
+
+    @property
+    def pulling(self) -> int:
+        return len(self._pulling)
+
+    @property
+    def loaded(self) -> int:
+        return len(self._loaded)
+
+    @property
+    def prefilling(self) -> int:
+        return len(self._prefilling)
+
+    @property
+    def now_s(self) -> float:
+        return self._now_s
+
+    def next_event_s(self) -> float | None:
+        """When `advance` has something to do next; None while nothing is under way."""
+        step = self._step.end_s if self._step else inf
+        timer = self._timers[0][0] if self._timers else inf
+        first = min(step, timer)
+        return None if first == inf else first
+
+    def next_change_s(self) -> float | None:
+        """When a sequence next starts, gets its first token or ends: what virtual time waits for.
+
+        Never later than the next such moment, and much less often than every step.
+        """
+        first = self.next_event_s()
+        step = self._step
+        if first is None or step is None or step.prefill or first < step.end_s:
+            return first
+        leap = self._leap_limit(step)
+        end_s = step.end_s + self._decode_seconds(leap - 1, len(step.decode))
+        timer = self._timers[0][0] if self._timers else inf
+        return min(end_s, timer)
+
+    def holders(self) -> Iterator[list[int]]:
+        """Every list of blocks that is held: by a sequence or by a lease."""
+        for sequence in self._sequences.values():
+            yield sequence.blocks
+        for pin in self.pins.values():
+            yield pin.blocks
+
+    # -- what a driver does ---------------------------------------------------------------------
+
+    def submit(self, request: Request, now_s: float) -> Sequence:
+        """Queue a request. Raises ValueError if it can never run here."""
+        if self.dead:
+            raise EngineDeadError
+        prompt_len = len(request.tokens)
+        if prompt_len == 0:
+            raise ValueError("the prompt has no tokens")
+        if prompt_len >= self.max_model_len:
+            raise ValueError("the prompt does not leave room for one token")
+        if request.id in self._sequences:
+            raise ValueError(f"request {request.id} is already running")
+        self._run_until(now_s)
+        chain = chain_blocks(request.tokens, self.block_tokens, salt_seed(request.salt))
+        tail = request.tokens[len(chain.hashes) * self.block_tokens :]
+        identity = sequence_identity(chain.total, tail)
+        limit = self._limit(request, identity)
+        sequence = Sequence(request, chain, identity, limit, self._now_s)
+        sequence.natural = request.max_tokens is None
+        self._sequences[request.id] = sequence
+        self.totals.requests += 1
+        remote = request.remote
+        if remote is not None and remote.engine_id is None:
+            self._hung.add(request.id)
+            self._pulling[request.id] = sequence
+            sequence.state = State.PULLING
+        else:
+            if remote is not None:
+                self._beat(sequence)
+            self._waiting.append(sequence)
+            if self._step is None:
+                self._start_step()
+        return sequence
+
+    def _limit(self, request: Request, identity: int) -> int:
+        room = self.max_model_len - len(request.tokens)
+        wanted = request.max_tokens
+        if wanted is None:
+            wanted = max(natural_length(identity), request.min_tokens)
+        return max(1, min(wanted, room))
+
+    def abort(self, request_id: str, now_s: float) -> bool:
+        """The client has gone. False if the request is not here (any more)."""
+        self._run_until(now_s)
+        sequence = self._sequences.get(request_id)
+        if sequence is None:
+            return False
+        if request_id in self._hung:
+            self.kill()
+            return True
+        self.totals.aborted += 1
+        self._withdraw(sequence)
+        self._finish(sequence, Reason.ABORT)
+        if self._step is None:
+            self._start_step()
+        return True
+
+    def cap(self, sequence: Sequence, limit: int, now_s: float) -> None:
+        """End a sequence after `limit` tokens: a stop string completes there."""
+        self._run_until(now_s)
+        sequence.natural = True
+        sequence.limit = min(sequence.limit, limit)
+        if sequence.state is State.FINISHED or sequence.generated < sequence.limit:
+            return
+        sequence.generated = sequence.limit
+        self._withdraw(sequence)
+        self._complete(sequence)
+
+    def advance(self, now_s: float) -> Progress:
+        """Run everything that is due, and hand over what happened since the last call."""
+        self._run_until(now_s)
+        progress, self._progress = self._progress, Progress()
+        for sequence in progress.sequences:
+            sequence.touched = False
+        return progress
+
+    def advance_quietly(self, now_s: float) -> None:
+        """Run everything that is due; what happened stays for the next `advance`."""
+        self._run_until(now_s)
+
+    def pulled(self, request_id: str, contents: Iterable[int], now_s: float) -> None:
+        """The other engine let its blocks be read: this is what they hold. The transfer starts."""
+        self._run_until(now_s)
+        sequence = self._pulling.get(request_id)
+        if sequence is None:
+            return
+        remote = sequence.request.remote
+        assert remote is not None
+        own = sequence.blocks[sequence.hits :]
+        known = list(contents)[-len(own) :] if own else []
+        held = known + [mix(~sequence.identity - i) for i in range(len(own) - len(known))]
+        self._write(sequence, sequence.hits, held)
+        cost = self.profile.transfer
+        size_bytes = len(own) * self.block_tokens * self.profile.kv_bytes_per_token
+        start_s = max(self._now_s, self._link_free_s)
+        end_s = start_s + cost.seconds(size_bytes)
+        self._link_free_s = start_s + size_bytes / cost.bytes_per_s
+        if remote.engine_id is not None and remote.engine_id not in self._peers:
+            self._peers.add(remote.engine_id)
+            end_s += cost.handshake_s
+        self.totals.transfers += 1
+        self.totals.transfer_bytes += size_bytes
+        self.totals.transfer_s += end_s - self._now_s
+        self._at(end_s, "loaded", sequence)
+
+    def pull_failed(self, request_id: str, now_s: float, *, reached: bool = False) -> None:
+        """The blocks cannot be had. `reached`: the other engine answered, so nothing timed out."""
+        self._run_until(now_s)
+        sequence = self._pulling.get(request_id)
+        if sequence is None:
+            return
+        remote = sequence.request.remote
+        known = reached or (remote is not None and remote.engine_id in self._peers)
+        delay_s = KNOWN_PEER_FAILS_S if known else UNKNOWN_PEER_FAILS_S
+        self._at(self._now_s + delay_s, "failed", sequence)
+
+    def extend_pin(self, request_id: str, now_s: float) -> bool:
+        """A decode engine's heartbeat. False if the lease is over."""
+        self._run_until(now_s)
+        pin = self.pins.get(request_id)
+        if pin is None:
+            return False
+        pin.expires_s = max(pin.expires_s, self._now_s + self.lease_s * _LEASE_PER_HEARTBEAT)
+        return True
+
+    def release_pin(self, request_id: str, now_s: float) -> bool:
+        """A decode engine has what it wants. False if the lease is over."""
+        self._run_until(now_s)
+        pin = self.pins.pop(request_id, None)
+        if pin is None:
+            self.totals.late_releases += 1
+            return False
+        self.blocks.release(pin.blocks)
+        if self._step is None:
+            self._start_step()
+        return True
+
+    def read_blocks(self, blocks: Iterable[int]) -> list[int]:
+        """What lies in blocks, whoever they belong to, as a remote read finds it."""
+        content, capacity = self.blocks.content, self.blocks.capacity
+        return [content[block] if 0 <= block < capacity else 0 for block in blocks]
+
+    def drop_pins(self) -> None:
+        """Free what waits for decode engines, without counting it as expired."""
+        for pin in self.pins.values():
+            self.blocks.release(pin.blocks)
+        self.pins.clear()
+
+    def reset_cache(self, now_s: float) -> bool:
+        """Forget the prefix cache. False while any block is held."""
+        self._run_until(now_s)
+        return self.blocks.clear_cache()
+
+    def kill(self) -> None:
+        """The engine core dies: everything in flight ends in an error."""
+        self.dead = True
+        for sequence in list(self._sequences.values()):
+            self._finish(sequence, Reason.ERROR)
+        for pool in (self._waiting, self._loaded, self._prefilling, self._decoding, self._admitted):
+            pool.clear()
+        self._pulling.clear()
+        self._hung.clear()
+        self._timers.clear()
+        self._step = None
+
+    # -- time -----------------------------------------------------------------------------------
+
+    def _run_until(self, now_s: float) -> None:
+        while not self.dead:
+            timer_s = self._timers[0][0] if self._timers else inf
+            step = self._step
+            step_s = step.end_s if step else inf
+            if min(timer_s, step_s) > now_s:
+                break
+            if step is None or timer_s <= step_s:
+                self._now_s = max(self._now_s, timer_s)
+                self._fire()
+            else:
+                self._finish_step(step, min(now_s, timer_s))
+            if self._step is None:
+                self._start_step()
+        self._now_s = max(self._now_s, now_s)
+
+    def _at(self, time_s: float, what: str, subject: Sequence | str) -> None:
+        heappush(self._timers, (time_s, next(self._ticket), what, subject))
+
+    def _fire(self) -> None:
+        _time_s, _ticket, what, subject = heappop(self._timers)
+        if isinstance(subject, str):
+            self._expire(subject)
+        elif what == "beat":
+            self._beat(subject)
+        elif what == "loaded":
+            self._loaded_kv(subject)
+        else:
+            self._load_failed(subject)
+
+    def _expire(self, request_id: str) -> None:
+        pin = self.pins.get(request_id)
+        if pin is None:
+            return
+        if pin.expires_s > self._now_s:
+            self._at(pin.expires_s, "expire", request_id)
+            return
+        del self.pins[request_id]
+        self.blocks.release(pin.blocks)
+        self.totals.expired += 1
+
+    def _beat(self, sequence: Sequence) -> None:
+        remote = sequence.request.remote
+        if remote is None or sequence.external_tokens:
+            return
+        if sequence.state not in (State.WAITING, State.PULLING):
+            return
+        self._progress.actions.append(Heartbeat(remote))
+        self._at(self._now_s + self.lease_s / _HEARTBEATS_PER_LEASE, "beat", sequence)
+
+    # -- remote KV ------------------------------------------------------------------------------
+
+    def _loaded_kv(self, sequence: Sequence) -> None:
+        if sequence.state is not State.PULLING:
+            return
+        remote = sequence.request.remote
+        assert remote is not None
+        del self._pulling[sequence.request.id]
+        sequence.external_tokens = sequence.prompt_len - sequence.computed
+        self.totals.external_hits += sequence.external_tokens
+        sequence.computed = sequence.prompt_len - 1
+        self._publish(sequence, sequence.prompt_len)
+        sequence.state = State.LOADED
+        self._loaded.append(sequence)
+        self._progress.actions.append(Release(remote))
+
+    def _load_failed(self, sequence: Sequence) -> None:
+        if sequence.state is not State.PULLING:
+            return
+        self.totals.transfer_failures += 1
+        del self._pulling[sequence.request.id]
+        if not self.recompute_failed_loads:
+            self._finish(sequence, Reason.ERROR)
+            return
+        # The blocks stay with the sequence: it computes into them what it could not load.
+        sequence.cached_tokens = sequence.computed
+        self._write(sequence, sequence.hits, self._expected(sequence, sequence.hits))
+        sequence.state = State.LOADED
+        self._loaded.append(sequence)
+
+    # -- the batch ------------------------------------------------------------------------------
+
+    def _start_step(self) -> None:
+        if self.dead or self._step is not None:
+            return
+        crowded = self._grow()
+        self._full = crowded
+        budget = self.profile.max_batched_tokens - len(self._decoding)
+        prefill: list[tuple[Sequence, int]] = []
+        for sequence in self._prefilling:
+            budget -= self._schedule(sequence, budget, prefill)
+        while budget > 0 and not self._full:
+            admitted = self._admit()
+            if admitted is None:
+                break
+            budget -= self._schedule(admitted, budget, prefill)
+        if not prefill and not self._decoding:
+            return
+        duration_s = self._step_seconds(prefill)
+        self._step = _Step(self._now_s, self._now_s + duration_s, prefill, list(self._decoding))
+
+    def _schedule(
+        self, sequence: Sequence, budget: int, prefill: list[tuple[Sequence, int]]
+    ) -> int:
+        missing = sequence.prompt_len + sequence.generated - sequence.computed
+        chunk = min(missing, budget)
+        if chunk > 0:
+            prefill.append((sequence, chunk))
+            self._publish(sequence, sequence.computed + chunk)
+        return chunk
+
+    def _step_seconds(self, prefill: list[tuple[Sequence, int]]) -> float:
+        """Prefill part and decode part; the constant of the form is paid once."""
+        decode = self.profile.decode
+        batch = len(self._decoding)
+        context = self._context_tokens
+        chunks = []
+        for sequence, size in prefill:
+            if size == 1 and sequence.computed:
+                batch += 1
+                context += sequence.computed
+            else:
+                chunks.append((size, sequence.computed))
+        seconds = decode.seconds(batch, context / batch) if batch else 0.0
+        if chunks:
+            cost = self.profile.prefill
+            new = sum(size for size, _ in chunks)
+            attention = sum(
+                cost.d * size * (before + size / 2) + cost.e * before for size, before in chunks
+            )
+            seconds += max(cost.floor, cost.b * new) + attention
+            seconds += cost.a - (min(cost.a, decode.a) if batch else 0.0)
+        return seconds * self.pace
+
+    def _admit(self) -> Sequence | None:
+        """The next sequence that joins the batch; starts pulls on the way."""
+        if len(self._admitted) >= self.profile.max_running:
+            self._full = True
+            return None
+        if self._loaded:
+            sequence = self._loaded.popleft()
+            self._join(sequence)
+            return sequence
+        while self._waiting:
+            sequence = self._waiting[0]
+            needed = sequence.prompt_len + sequence.generated
+            matched = self.blocks.match(sequence.chain.hashes, (needed - 1) // self.block_tokens)
+            total = -(-needed // self.block_tokens)
+            taken = self.blocks.take(matched, total - len(matched))
+            if taken is None:
+                self._full = True
+                return None
+            self._waiting.popleft()
+            self._place(sequence, taken, len(matched))
+            if sequence.request.remote is None or sequence.cached_tokens is not None:
+                self._settle(sequence)
+                self._join(sequence)
+                return sequence
+            self._start_pull(sequence, sequence.request.remote)
+        return None
+
+    def _place(self, sequence: Sequence, taken: list[int], matched: int) -> None:
+        sequence.blocks = taken
+        sequence.hits = sequence.published = matched
+        sequence.computed = matched * self.block_tokens
+        if sequence.scheduled_s is None:
+            sequence.scheduled_s = self._now_s
+        self.totals.cache_queries += sequence.prompt_len + sequence.generated
+        self.totals.cache_hits += sequence.computed
+
+    def _settle(self, sequence: Sequence) -> None:
+        """Blocks are about to be computed here: say what will lie in them."""
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = sequence.computed
+            sequence.own_cached = sequence.computed
+        self._write(sequence, sequence.hits, self._expected(sequence, sequence.hits))
+
+    def _start_pull(self, sequence: Sequence, remote: RemoteKv) -> None:
+        sequence.state = State.PULLING
+        sequence.cached_tokens = (
+            remote.cached_tokens if remote.cached_tokens is not None else sequence.prompt_len
+        )
+        sequence.own_cached = sequence.computed
+        self.totals.external_queries += sequence.prompt_len - sequence.computed
+        self._pulling[sequence.request.id] = sequence
+        self._progress.actions.append(Pull(sequence, remote))
+
+    def _join(self, sequence: Sequence) -> None:
+        sequence.state = State.RUNNING
+        self._admitted.append(sequence)
+        self._prefilling.append(sequence)
+
+    def _grow(self) -> bool:
+        """Every decoding sequence gets the block its next token needs. True: somebody gave way."""
+        tokens = self.block_tokens
+        preempted = False
+        for sequence in list(self._decoding):
+            if sequence.state is not State.RUNNING:
+                continue
+            while sequence.computed >= len(sequence.blocks) * tokens:
+                more = self.blocks.take((), 1)
+                if more is not None:
+                    sequence.blocks += more
+                    continue
+                victim = self._admitted[-1]
+                self._preempt(victim)
+                preempted = True
+                if victim is sequence:
+                    break
+        return preempted
+
+    def _preempt(self, victim: Sequence) -> None:
+        self._extend_chain(victim)
+        self._publish(victim, victim.computed)
+        self._withdraw(victim)
+        self.blocks.release(victim.blocks)
+        victim.blocks = []
+        victim.computed = victim.hits = victim.published = 0
+        victim.preemptions += 1
+        victim.state = State.WAITING
+        self.totals.preemptions += 1
+        self._waiting.appendleft(victim)
+
+    def _finish_step(self, step: _Step, until_s: float) -> None:
+        """End the step in flight, and a run of equal decode steps behind it that end by `until_s`."""
+        self._now_s = step.end_s
+        self._step = None
+        steps = 1
+        if not step.prefill:
+            steps = self._leap(step, until_s)
+        self.totals.steps += steps
+        self.totals.busy_s += self._now_s - step.start_s
+        for sequence, chunk in step.prefill:
+            if sequence.state is State.RUNNING:
+                self._computed_chunk(sequence, chunk)
+        ended = False
+        joined = 0
+        for sequence in step.decode:
+            if sequence.state is not State.RUNNING:
+                continue
+            joined += 1
+            sequence.computed += steps
+            sequence.generated += steps
+            if not sequence.touched:
+                sequence.touched = True
+                self._progress.sequences.append(sequence)
+            if sequence.generated >= sequence.limit:
+                ended = True
+        self.totals.output += steps * joined
+        self._context_tokens += steps * joined
+        if ended:
+            for sequence in [s for s in step.decode if s.generated >= s.limit]:
+                if sequence.state is State.RUNNING:
+                    self._withdraw(sequence)
+                    self._complete(sequence)
+
+    def _computed_chunk(self, sequence: Sequence, chunk: int) -> None:
+        sequence.computed += chunk
+        self.totals.computed += min(chunk, max(0, sequence.prompt_len - sequence.computed + chunk))
+        if sequence.computed < sequence.prompt_len + sequence.generated:
+            return
+        self._prefilling.remove(sequence)
+        self._decoding.append(sequence)
+        self._context_tokens += sequence.computed
+        if sequence.generated == 0:
+            sequence.first_token_s = self._now_s
+            sequence.key = self._true_identity(sequence)
+            self._count_prompt(sequence)
+        sequence.generated += 1
+        self.totals.output += 1
+        self._touch(sequence)
+        if sequence.generated >= sequence.limit:
+            self._withdraw(sequence)
+            self._complete(sequence)
+
+    def _count_prompt(self, sequence: Sequence) -> None:
+        totals = self.totals
+        totals.prompt += sequence.prompt_len
+        totals.cached += sequence.own_cached
+        totals.external += sequence.external_tokens
+        totals.local_compute += sequence.prompt_len - sequence.own_cached - sequence.external_tokens
+
+    # -- runs of equal steps --------------------------------------------------------------------
+
+    def _leap_limit(self, step: _Step) -> int:
+        """Steps, the one in flight included, until a sequence ends or another may join."""
+        if self._prefilling or ((self._waiting or self._loaded) and not self._full):
+            return 1
+        left = [s.limit - s.generated for s in step.decode if s.state is State.RUNNING]
+        return min(left, default=1)
+
+    def _decode_seconds(self, steps: int, batch: int) -> float:
+        """Time of `steps` equal steps behind the one in flight."""
+        cost = self.profile.decode
+        rate = max(cost.d * batch, cost.floor) / batch
+        context = self._context_tokens * steps + batch * steps * (steps + 1) / 2
+        return ((cost.a + cost.b * batch) * steps + rate * context) * self.pace
+
+    def _leap(self, step: _Step, until_s: float) -> int:
+        """How many equal steps end by `until_s`; moves the clock to the end of the last."""
+        batch = len(step.decode)
+        if step.end_s >= until_s or any(s.state is not State.RUNNING for s in step.decode):
+            return 1
+        low, high = 1, self._leap_limit(step)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if step.end_s + self._decode_seconds(middle - 1, batch) <= until_s:
+                low = middle
+            else:
+                high = middle - 1
+        if low == 1 or not self._grow_by(step.decode, low):
+            return 1
+        self._now_s = step.end_s + self._decode_seconds(low - 1, batch)
+        return low
+
+    def _grow_by(self, sequences: list[Sequence], steps: int) -> bool:
+        """Give sequences the blocks that `steps` more tokens need; False if room is short."""
+        tokens = self.block_tokens
+        wanted = [max(0, -(-(s.computed + steps) // tokens) - len(s.blocks)) for s in sequences]
+        taken = self.blocks.take((), sum(wanted))
+        if taken is None:
+            return False
+        for sequence, more in zip(sequences, wanted, strict=True):
+            if more:
+                sequence.blocks += taken[-more:]
+                del taken[-more:]
+        return True
+
+    # -- ends -----------------------------------------------------------------------------------
+
+    def _touch(self, sequence: Sequence) -> None:
+        if not sequence.touched:
+            sequence.touched = True
+            self._progress.sequences.append(sequence)
+
+    def _withdraw(self, sequence: Sequence) -> None:
+        """Take a sequence out of whatever queue or batch it is in; it keeps its blocks."""
+        state = sequence.state
+        if state is State.RUNNING:
+            self._admitted.remove(sequence)
+            if sequence in self._decoding:
+                self._decoding.remove(sequence)
+                self._context_tokens -= sequence.computed
+            else:
+                self._prefilling.remove(sequence)
+        elif state is State.WAITING:
+            self._waiting.remove(sequence)
+        elif state is State.LOADED:
+            self._loaded.remove(sequence)
+        elif state is State.PULLING:
+            del self._pulling[sequence.request.id]
+
+    def _complete(self, sequence: Sequence) -> None:
+        self._finish(sequence, Reason.STOP if sequence.natural else Reason.LENGTH)
+
+    def _finish(self, sequence: Sequence, reason: Reason) -> None:
+        """Release or pin the blocks. The sequence is out of every queue already."""
+        loading = sequence.state in (State.WAITING, State.PULLING)
+        self._extend_chain(sequence)
+        if sequence.state is State.RUNNING:
+            self._publish(sequence, sequence.computed)
+        self._sequences.pop(sequence.request.id, None)
+        remote = sequence.request.remote
+        failed = reason in (Reason.ABORT, Reason.ERROR)
+        if failed and loading and remote and remote.engine_id and not self.dead:
+            self._progress.actions.append(Release(remote))
+        if sequence.request.keep_kv and not failed:
+            pin = Pin(sequence.blocks, self._now_s + self.lease_s)
+            self.pins[sequence.request.id] = pin
+            self._at(pin.expires_s, "expire", sequence.request.id)
+        else:
+            self.blocks.release(sequence.blocks)
+            sequence.blocks = []
+        sequence.state = State.FINISHED
+        sequence.reason = reason
+        sequence.finished_s = self._now_s
+        self._touch(sequence)
+
+    # -- what lies in the blocks ----------------------------------------------------------------
+
+    def _expected(self, sequence: Sequence, first: int) -> list[int]:
+        """What blocks `first` and later hold once the sequence's known tokens are computed."""
+        contents = sequence.chain.hashes[first:]
+        if len(contents) + first < len(sequence.blocks):
+            contents = [*contents, sequence.identity]
+        key = self._wrongness(sequence.blocks[:first])
+        return [mix(value ^ key) for value in contents] if key else contents
+
+    def _write(self, sequence: Sequence, first: int, contents: list[int]) -> None:
+        blocks = sequence.blocks[first:]
+        self.blocks.write(blocks, contents)
+        hashes = [*sequence.chain.hashes, sequence.identity]
+        expected = hashes[first : first + len(contents)]
+        if contents != expected:
+            wrong = (
+                block
+                for block, held, hoped in zip(blocks, contents, expected, strict=False)
+                if held != hoped
+            )
+            self.blocks.corrupt.update(wrong)
+
+    def _wrongness(self, blocks: Iterable[int]) -> int:
+        """0 if blocks hold what they should, else a number made of what the wrong ones hold."""
+        if not self.blocks.corrupt:
+            return 0
+        wrong = [block for block in blocks if block in self.blocks.corrupt]
+        key = 0
+        for block in wrong:
+            key = mix(key + self.blocks.content[block])
+        return key
+
+    def _true_identity(self, sequence: Sequence) -> int:
+        key = self._wrongness(sequence.blocks)
+        return mix(sequence.identity ^ key) if key else sequence.identity
+
+    def _extend_chain(self, sequence: Sequence) -> None:
+        """Chain the blocks that generated tokens have filled, so that a next turn finds them."""
+        tokens = self.block_tokens
+        known = len(sequence.chain.hashes)
+        full = sequence.computed // tokens
+        if full <= known or sequence.generated == 0:
+            return
+        answer = Answer(sequence.key, sequence.request.choice)
+        start = known * tokens
+        prompt_part = sequence.request.tokens[start:]
+        outputs = answer.token_ids(0, full * tokens - sequence.prompt_len)
+        rest = np.concatenate([prompt_part, np.array(outputs, dtype=np.uint32)])
+        more = chain_blocks(rest, tokens, sequence.chain.total, known)
+        sequence.chain = Chain(sequence.chain.hashes + more.hashes, more.total)
+        key = self._wrongness(sequence.blocks[:known])
+        self._write(sequence, known, [mix(h ^ key) for h in more.hashes] if key else more.hashes)
+
+    def _publish(self, sequence: Sequence, tokens: int) -> None:
+        full = min(tokens // self.block_tokens, len(sequence.chain.hashes))
+        first = sequence.published
+        if full > first:
+            self.blocks.publish(sequence.blocks[first:full], sequence.chain.hashes[first:full])
+            sequence.published = full
