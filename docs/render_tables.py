@@ -62,6 +62,15 @@ def rendered(name: str) -> str:
     return new
 
 
+def stale() -> list[str]:
+    """The documents whose table is not that of the code."""
+    return [
+        name
+        for name in TABLES
+        if (DOCS / f"{name}.md").read_text(encoding="utf-8") != rendered(name)
+    ]
+
+
 def main() -> None:
     for name in TABLES:
         (DOCS / f"{name}.md").write_text(rendered(name), encoding="utf-8")
