@@ -5,6 +5,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -46,17 +50,33 @@ def relative_difference(value: float, reference: float) -> float:
     return abs(value - reference) / abs(reference)
 
 
-def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
-    """Median of our figure over the median of theirs, with the range that the repeats give.
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """Our median over theirs, and the 95 % interval that the repeats support.
 
-    The interval is that of the ratio of the quartiles taken crosswise: our lower quartile over
-    their upper one, and the reverse. A claim holds beyond the spread when `high` is below 1.
+    The interval is a bootstrap over the repeats of both sides. `carried` says that the whole
+    interval is at or below 1: a claim of "no dearer" that the spread does not undo.
     """
+
+    ratio: float
+    low: float
+    high: float
+
+    @property
+    def carried(self) -> bool:
+        return self.high <= 1.0
+
+
+def ratio_of_medians(
+    ours: Sequence[float], theirs: Sequence[float], resamples: int = 4000, seed: int = 1
+) -> Ratio:
     if not ours or not theirs:
-        return {"ratio": math.nan, "low": math.nan, "high": math.nan}
-    middle = statistics.median(ours) / statistics.median(theirs)
-    return {
-        "ratio": middle,
-        "low": percentile(ours, 0.25) / percentile(theirs, 0.75),
-        "high": percentile(ours, 0.75) / percentile(theirs, 0.25),
-    }
+        return Ratio(math.nan, math.nan, math.nan)
+    dice = np.random.default_rng(seed)
+
+    def medians(values: Sequence[float]) -> NDArray[np.float64]:
+        picks = dice.choice(np.asarray(values, dtype=np.float64), (resamples, len(values)))
+        return np.asarray(np.median(picks, axis=1), dtype=np.float64)
+
+    low, high = np.percentile(medians(ours) / medians(theirs), (2.5, 97.5))
+    return Ratio(statistics.median(ours) / statistics.median(theirs), float(low), float(high))
