@@ -1,0 +1,153 @@
+"""Who holds which prefix, in this process: an inverted index with one LRU per worker.
+
+A prefix is a chain of blocks (`cachemap.hashing`). For every block the map keeps the set of workers
+that hold it, as bits of one integer, so that a match walks the prompt once, whatever the number of
+workers. Each worker's blocks are evicted as its engine does: least recently used first, and within
+a prompt the tail first, so a block never outlives the blocks before it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from cachemap.hashing import Blocks
+
+# Bytes of memory that one block held by one worker costs, all structures together. Measured with
+# tracemalloc: 184 on average, up to twice that right after a hash table has doubled.
+ENTRY_BYTES = 320
+
+
+@dataclass(slots=True)
+class _Holdings:
+    """Blocks of one worker, least recently used first; a value is the block's prompt bytes."""
+
+    bit: int
+    capacity_bytes: int
+    blocks: OrderedDict[int, int] = field(default_factory=OrderedDict)
+    held_bytes: int = 0
+
+
+class InMemoryCacheMap:
+    """Prefixes held per worker, bounded by each worker's capacity and by memory.
+
+    `max_bytes` bounds the memory of the whole map: each worker gets an equal share of the blocks
+    that fit. Both bounds hold at the return of every method.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_entries = max(1, max_bytes // ENTRY_BYTES)
+        self._holders: dict[int, int] = {}
+        self._workers: dict[str, _Holdings] = {}
+
+    def add_worker(self, worker: str, capacity_bytes: int) -> None:
+        """Know `worker`, with room for `capacity_bytes` of prompt. Known before: resized only."""
+        known = self._workers.get(worker)
+        if known is not None:
+            known.capacity_bytes = capacity_bytes
+            self._evict(known)
+            return
+        used = 0
+        for holdings in self._workers.values():
+            used |= holdings.bit
+        bit = ~used & (used + 1)  # the lowest bit nobody has
+        self._workers[worker] = _Holdings(bit, capacity_bytes)
+        for holdings in self._workers.values():  # shares of the memory became smaller
+            self._evict(holdings)
+
+    def remove_worker(self, worker: str) -> None:
+        self.clear(worker)
+        self._workers.pop(worker, None)
+
+    def match(self, blocks: Blocks) -> dict[str, int]:
+        """Leading bytes of the prompt that each worker holds; workers that hold none are absent."""
+        held: dict[int, int] = {}
+        holders = self._holders
+        alive = -1
+        depth = 0
+        for block, end in zip(blocks.hashes, blocks.ends, strict=True):
+            still = alive & holders.get(block, 0)
+            if still != alive:
+                if depth:
+                    held[alive & ~still] = depth
+                alive = still
+                if not alive:
+                    break
+            depth = end
+        if alive and depth:
+            held[alive] = depth
+        if not held:
+            return {}
+        return {
+            worker: depth
+            for worker, holdings in self._workers.items()
+            for bits, depth in held.items()
+            if bits & holdings.bit
+        }
+
+    def store(self, worker: str, blocks: Blocks) -> None:
+        """`worker` holds all of `blocks`, just used. An unknown worker is ignored."""
+        holdings = self._workers.get(worker)
+        if holdings is None:
+            return
+        lru, bit, holders = holdings.blocks, holdings.bit, self._holders
+        hashes, ends = blocks.hashes, blocks.ends
+        # From the tail to the head: the head ends up as the most recent, so the tail goes first.
+        for i in range(len(hashes) - 1, -1, -1):
+            block = hashes[i]
+            if block in lru:
+                lru.move_to_end(block)
+            else:
+                size = ends[i] - ends[i - 1] if i else ends[0]
+                lru[block] = size
+                holdings.held_bytes += size
+                holders[block] = holders.get(block, 0) | bit
+        self._evict(holdings)
+
+    def forget(self, worker: str, blocks: Blocks, held_bytes: int) -> None:
+        """`worker` turned out to hold only the first `held_bytes`: drop its blocks behind them."""
+        holdings = self._workers.get(worker)
+        if holdings is None:
+            return
+        for block, end in zip(reversed(blocks.hashes), reversed(blocks.ends), strict=True):
+            if end <= held_bytes:
+                return
+            self._drop(holdings, block)
+
+    def clear(self, worker: str) -> None:
+        """`worker` holds nothing: it restarted or emptied its cache."""
+        holdings = self._workers.get(worker)
+        if holdings is not None:
+            for block in list(holdings.blocks):
+                self._drop(holdings, block)
+
+    def blocks_held(self) -> dict[str, int]:
+        """Number of blocks known per worker."""
+        return {worker: len(holdings.blocks) for worker, holdings in self._workers.items()}
+
+    def free_bytes(self, worker: str) -> int:
+        """Prompt bytes that `worker` can take in before it has to evict."""
+        holdings = self._workers.get(worker)
+        return holdings.capacity_bytes - holdings.held_bytes if holdings else 0
+
+    def memory_bytes(self) -> int:
+        """Estimate of the memory that the map occupies."""
+        return ENTRY_BYTES * sum(len(holdings.blocks) for holdings in self._workers.values())
+
+    def _evict(self, holdings: _Holdings) -> None:
+        share = self._max_entries // len(self._workers)
+        while holdings.blocks and (
+            holdings.held_bytes > holdings.capacity_bytes or len(holdings.blocks) > share
+        ):
+            self._drop(holdings, next(iter(holdings.blocks)))
+
+    def _drop(self, holdings: _Holdings, block: int) -> None:
+        size = holdings.blocks.pop(block, None)
+        if size is None:
+            return
+        holdings.held_bytes -= size
+        rest = self._holders[block] & ~holdings.bit
+        if rest:
+            self._holders[block] = rest
+        else:
+            del self._holders[block]

@@ -1,0 +1,515 @@
+"""The main path: one call, from the client's bytes to the engine's last byte."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+import uuid
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from cachemap import Blocks, Prompt, hash_blocks, read_prompt
+from router import openai_protocol as openai
+from router.edge import Exchange
+from router.errors import (
+    BadRequest,
+    ConnectFailed,
+    EngineFailed,
+    ModelNotFound,
+    RouterError,
+    StaleConnection,
+    TimedOut,
+    Unauthorized,
+    WorkerFailure,
+    WorkersFailed,
+    WorkersTimedOut,
+)
+from router.fleet import Fleet, Held
+from router.outcome import Outcome
+from router.relay import Relay
+from router.upstream import Collected, Connection
+from scheduler import Lease, WorkerState
+
+JSON = dict[str, Any]
+
+CHAT = b"/v1/chat/completions"
+COMPLETIONS = b"/v1/completions"
+
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+# Headers of the client that engines get to see, beside authorization.
+_FORWARDED = frozenset({b"traceparent", b"tracestate"})
+# An engine that has just been sent a decode leg may not have come to it yet. Closed before that,
+# it would never tell the prefill worker to let go of the KV.
+_DECODE_GRACE_S = 0.25
+_RELEASE_TIMEOUT_S = 5.0
+_CLIENT_LEFT = 499
+
+
+@dataclass(slots=True)
+class Call:
+    """One call on its way: what the client sent, and what is known of it."""
+
+    exchange: Exchange
+    outcome: Outcome
+    request_id: str
+    raw: bytes
+    body: JSON
+    fleet: Fleet
+    headers: bytes
+    prompt: Prompt
+    blocks: Blocks
+    held: Held
+    prefilled_s: float = 0.0
+    excluded: set[str] = field(default_factory=set)
+
+    @property
+    def chat(self) -> bool:
+        return self.exchange.path == CHAT
+
+
+class EngineRefused(Exception):
+    """The engine found fault with the call itself (4xx): its answer is the client's."""
+
+    def __init__(self, reply: Collected | Relay) -> None:
+        super().__init__(reply.status)
+        self.reply = reply
+
+
+class StageFailed(Exception):
+    """An attempt ended on `worker`; `kv_unclaimed` holds what prefill left for nobody to fetch."""
+
+    def __init__(
+        self, stage: str, worker: WorkerState, failure: WorkerFailure, kv_unclaimed: bytes | None
+    ) -> None:
+        super().__init__(stage, worker.id, failure.reason)
+        self.stage = stage
+        self.worker = worker
+        self.failure = failure
+        self.kv_unclaimed = kv_unclaimed
+
+
+class Dispatcher:
+    """Serves the hot endpoints. `fleets` maps every name and alias of a model to its fleet."""
+
+    def __init__(
+        self,
+        fleets: Mapping[str, Fleet],
+        *,
+        keys: frozenset[str],
+        max_attempts: int,
+        handoff_gap_s: float,
+        observe: Callable[[Outcome], None],
+        suspect: Callable[[str], None],
+    ) -> None:
+        self._fleets = fleets
+        self._keys = frozenset(b"Bearer " + key.encode() for key in keys)
+        self._max_attempts = max_attempts
+        self._handoff_gap_s = handoff_gap_s
+        self._observe = observe
+        self._suspect = suspect
+        self._background: set[asyncio.Task[None]] = set()
+
+    async def serve(self, exchange: Exchange) -> None:
+        """Serve one call; every call ends in exactly one observed outcome."""
+        started_s = time.perf_counter()
+        request_id = _request_id(exchange)
+        exchange.extra_headers = b"x-request-id: %b\r\n" % request_id.encode()
+        outcome = Outcome(request_id=request_id, endpoint=exchange.path.decode())
+        try:
+            await self._serve(exchange, outcome, request_id)
+        except RouterError as error:
+            outcome.code, outcome.rejected = error.status, error.reason
+            exchange.refuse(error)
+        except asyncio.CancelledError:
+            outcome.code = _CLIENT_LEFT
+            outcome.disconnect_phase = outcome.disconnect_phase or "waiting"
+            raise
+        except BaseException:
+            outcome.code, outcome.error = 500, "internal"
+            raise
+        finally:
+            outcome.e2e_s = time.perf_counter() - started_s
+            if outcome.ttft_s is not None:  # a clock reading until here
+                outcome.ttft_s -= started_s
+            self._observe(outcome)
+
+    async def _serve(self, exchange: Exchange, outcome: Outcome, request_id: str) -> None:
+        begun_s = time.perf_counter()
+        call = self._read(exchange, outcome, request_id)
+        for attempt in range(1, self._max_attempts + 1):
+            lease = await self._place(call, attempt)
+            if attempt == 1:
+                outcome.decision_s = time.perf_counter() - begun_s - (outcome.queue_wait_s or 0)
+            try:
+                await self._run(call, lease, attempt)
+                return
+            except EngineRefused as refused:
+                _pass_on(call, refused.reply)
+                return
+            except StageFailed as failed:
+                self._note_failure(call, lease, failed)
+                if exchange.response_started or attempt == self._max_attempts:
+                    raise _final_error(failed, attempt) from failed
+            finally:
+                call.fleet.release(lease)
+
+    def _read(self, exchange: Exchange, outcome: Outcome, request_id: str) -> Call:
+        authorization = exchange.header(b"authorization")
+        if self._keys and authorization not in self._keys:
+            raise Unauthorized("No valid API key was given.", code="invalid_api_key")
+        raw, body = openai.without_forbidden(exchange.body, openai.parse(exchange.body))
+        fleet = self._fleet(body)
+        outcome.model = fleet.name
+        outcome.stream = bool(body.get("stream"))
+        raw, body = openai.with_model(raw, body, fleet.name)
+        prompt = read_prompt(body, fleet.name)
+        blocks = hash_blocks(prompt)
+        return Call(
+            exchange=exchange,
+            outcome=outcome,
+            request_id=request_id,
+            raw=raw,
+            body=body,
+            fleet=fleet,
+            headers=_forwarded(exchange, None if self._keys else authorization),
+            prompt=prompt,
+            blocks=blocks,
+            held=fleet.held(prompt, blocks),
+        )
+
+    def _fleet(self, body: JSON) -> Fleet:
+        name = body.get("model")
+        if not isinstance(name, str):
+            raise BadRequest("`model` must be the name of a model.", param="model")
+        fleet = self._fleets.get(name)
+        if fleet is None:
+            raise ModelNotFound(
+                f"The model `{name[:128]}` does not exist.", param="model", code="model_not_found"
+            )
+        return fleet
+
+    async def _place(self, call: Call, attempt: int) -> Lease:
+        if attempt > 1:
+            call.held = call.fleet.held(call.prompt, call.blocks)
+        job = call.fleet.job(
+            _attempt_id(call, attempt),
+            call.prompt,
+            call.held,
+            openai.output_limit(call.body),
+            decode_only=openai.needs_one_worker(call.body),
+            excluded=frozenset(call.excluded),
+        )
+        waited_from_s = time.perf_counter()
+        lease = await call.fleet.acquire(job)
+        outcome, placement = call.outcome, lease.placement
+        outcome.queue_wait_s = time.perf_counter() - waited_from_s
+        outcome.plan = "pd" if placement.prefill else "decode"
+        outcome.prefill_worker = placement.prefill.id if placement.prefill else ""
+        outcome.decode_worker = placement.decode.id
+        outcome.prompt_tokens = job.prompt_tokens
+        call.fleet.arriving(placement, call.blocks)
+        return lease
+
+    async def _run(self, call: Call, lease: Lease, attempt: int) -> None:
+        """One attempt: prefill where planned, then decode, both under one request id."""
+        headers = call.headers + b"x-request-id: %b\r\n" % _attempt_id(call, attempt).encode()
+        params = None
+        if lease.placement.prefill is not None:
+            params = await self._prefill(call, lease, lease.placement.prefill, headers)
+        if call.outcome.stream:
+            await self._decode_stream(call, lease, params, headers)
+        else:
+            await self._decode_whole(call, lease, params, headers)
+
+    async def _prefill(
+        self, call: Call, lease: Lease, worker: WorkerState, headers: bytes
+    ) -> bytes | None:
+        """Run the prefill leg; what the decode leg needs to fetch the KV, or None."""
+        fleet, outcome = call.fleet, call.outcome
+        outcome.disconnect_phase = "prefill"
+        sent_s = time.perf_counter()
+        reply = Collected()
+        connection: Connection | None = None
+        try:
+            leg = fleet.handoff.prefill(call.body, call.chat)
+            connection = await fleet.upstream(worker).post(
+                call.exchange.path, headers, leg, reply
+            )
+            await reply.whole
+            _check(reply)
+            answer = orjson.loads(reply.body)
+            params = fleet.handoff.transfer_params(answer)
+        except WorkerFailure as failure:
+            raise StageFailed("prefill", worker, failure, None) from failure
+        except (orjson.JSONDecodeError, AttributeError):
+            failure = EngineFailed("unreadable_reply")
+            raise StageFailed("prefill", worker, failure, None) from None
+        except asyncio.CancelledError:
+            self._leave_prefill(call, lease, connection, reply)
+            raise
+        call.prefilled_s = time.perf_counter()
+        outcome.prefill_s = call.prefilled_s - sent_s
+        outcome.disconnect_phase = "transfer"
+        outcome.missing_transfer_params = params is None
+        fleet.scheduler.prefill_done(lease, time.monotonic())
+        _note_prompt(call, worker, answer.get("usage"))
+        return params
+
+    async def _decode_stream(
+        self, call: Call, lease: Lease, params: bytes | None, headers: bytes
+    ) -> None:
+        exchange, outcome, worker = call.exchange, call.outcome, lease.placement.decode
+        relay = Relay(_StreamHead(call, lease))
+        connection, sent_s = await self._send_decode(call, lease, params, headers, relay)
+        exchange.source = connection
+        try:
+            if not await relay.started:
+                _check(relay)
+                _pass_on(call, relay)
+                return
+            outcome.disconnect_phase = "decode"
+            outcome.ttft_s = relay.first_content_s
+            call.fleet.scheduler.decode_started(lease, time.monotonic())
+            await relay.finished
+        except WorkerFailure as failure:
+            raise StageFailed("decode", worker, failure, None) from failure
+        except asyncio.CancelledError:
+            connection.abandon(_grace_left(sent_s) if not relay.status else 0.0)
+            raise
+        exchange.end()
+        outcome.code = 200
+        outcome.disconnect_phase = ""
+        outcome.error = "engine_error_event" if relay.failed_inside else ""
+        usage = relay.usage
+        _note_output(call, lease, usage, relay.events - 1)
+        if outcome.output_tokens > 1:
+            span_s = relay.last_content_s - relay.first_content_s
+            outcome.tpot_s = span_s / (outcome.output_tokens - 1)
+
+    async def _decode_whole(
+        self, call: Call, lease: Lease, params: bytes | None, headers: bytes
+    ) -> None:
+        worker = lease.placement.decode
+        reply = Collected()
+        connection, sent_s = await self._send_decode(call, lease, params, headers, reply)
+        try:
+            await reply.whole
+            _check(reply)
+        except WorkerFailure as failure:
+            raise StageFailed("decode", worker, failure, None) from failure
+        except asyncio.CancelledError:
+            connection.abandon(_grace_left(sent_s))
+            raise
+        _pass_on(call, reply)
+        call.outcome.disconnect_phase = ""
+        usage = _usage_of(reply.body)
+        _note_output(call, lease, usage, 0)
+
+    async def _send_decode(
+        self,
+        call: Call,
+        lease: Lease,
+        params: bytes | None,
+        headers: bytes,
+        receiver: Collected | Relay,
+    ) -> tuple[Connection, float]:
+        """Send the decode leg: the client's own bytes, and where to fetch the KV."""
+        fleet, worker = call.fleet, lease.placement.decode
+        call.outcome.disconnect_phase = "transfer"
+        body = call.raw if params is None else fleet.handoff.decode(call.raw, params)
+        try:
+            connection = await fleet.upstream(worker).post(
+                call.exchange.path, headers, body, receiver
+            )
+        except WorkerFailure as failure:
+            raise StageFailed("decode", worker, failure, params) from failure
+        except asyncio.CancelledError:
+            self._release_kv(call, worker, params)
+            raise
+        sent_s = time.perf_counter()
+        if params is not None:
+            gap_s = call.outcome.handoff_gap_s = sent_s - call.prefilled_s
+            if gap_s > self._handoff_gap_s:
+                # Past its lease the KV may be another prompt's; the engine would not notice.
+                connection.abandon(0.0)
+                raise StageFailed("decode", worker, TimedOut("handoff_gap"), None)
+        return connection, sent_s
+
+    # When things go wrong
+
+    def _note_failure(self, call: Call, lease: Lease, failed: StageFailed) -> None:
+        call.outcome.retries.append((failed.stage, failed.failure.reason))
+        placement = lease.placement
+        for worker in (placement.prefill, placement.decode):
+            if worker is not None:
+                call.fleet.not_arrived(worker, call.blocks, call.held)
+        if isinstance(failed.failure, StaleConnection):
+            return  # says nothing about the worker
+        call.excluded.add(failed.worker.id)
+        if isinstance(failed.failure, EngineFailed) and placement.prefill is not None:
+            # A decode worker that fails at once mostly fails to get the KV: doubt both.
+            call.excluded.add(placement.prefill.id)
+        if isinstance(failed.failure, ConnectFailed):
+            failed.worker.up = False
+        self._suspect(failed.worker.id)
+        if failed.kv_unclaimed is not None:
+            others = [w for w in call.fleet.workers if w.up and w.can_decode]
+            if others:
+                self._release_kv(call, others[0], failed.kv_unclaimed)
+
+    def _leave_prefill(
+        self, call: Call, lease: Lease, connection: Connection | None, reply: Collected
+    ) -> None:
+        prefill = lease.placement.prefill
+        assert prefill is not None
+        call.fleet.not_arrived(prefill, call.blocks, call.held)
+        call.fleet.not_arrived(lease.placement.decode, call.blocks, call.held)
+        if not reply.whole.done():
+            if connection is not None:
+                connection.abandon(0.0)
+        elif not reply.whole.cancelled() and reply.whole.exception() is None:
+            # The client left in the moment that prefill ended: its KV waits to be fetched.
+            try:
+                params = call.fleet.handoff.transfer_params(orjson.loads(reply.body))
+            except (orjson.JSONDecodeError, AttributeError):
+                return
+            self._release_kv(call, lease.placement.decode, params)
+
+    def _release_kv(self, call: Call, worker: WorkerState, params: bytes | None) -> None:
+        """Have `worker` fetch the KV that nobody wants, so that its prefill worker is rid of it."""
+        if params is None:
+            return
+        leg = call.fleet.handoff.release(call.body, call.chat, params)
+        self._spawn(self._post_release(call, worker, leg))
+
+    async def _post_release(self, call: Call, worker: WorkerState, leg: bytes) -> None:
+        reply = Collected()
+        connection = None
+        try:
+            async with asyncio.timeout(_RELEASE_TIMEOUT_S):
+                connection = await call.fleet.upstream(worker).post(
+                    call.exchange.path, call.headers, leg, reply
+                )
+                await reply.whole
+        except WorkerFailure:
+            pass  # the engine's own lease ends it
+        except TimeoutError:
+            if connection is not None:
+                connection.abandon(0.0)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+
+class _StreamHead:
+    """The relay's client: adds the route to the head of the stream, once it begins."""
+
+    __slots__ = ("_call", "_lease", "write")
+
+    def __init__(self, call: Call, lease: Lease) -> None:
+        self._call = call
+        self._lease = lease
+        self.write = call.exchange.write
+
+    def start_stream(self) -> None:
+        _add_route(self._call)
+        self._call.exchange.start_stream()
+
+
+def _request_id(exchange: Exchange) -> str:
+    given = exchange.header(b"x-request-id")
+    if given is not None and _REQUEST_ID.fullmatch(given):
+        return given.decode()
+    return uuid.uuid4().hex
+
+
+def _attempt_id(call: Call, attempt: int) -> str:
+    """Engines tell calls apart by this id, and a handoff is used once: each attempt has its own."""
+    return call.request_id if attempt == 1 else f"{call.request_id}-a{attempt}"
+
+
+def _forwarded(exchange: Exchange, authorization: bytes | None) -> bytes:
+    lines = [b"%b: %b\r\n" % pair for pair in exchange.headers if pair[0] in _FORWARDED]
+    if authorization is not None:
+        lines.append(b"authorization: %b\r\n" % authorization)
+    return b"".join(lines)
+
+
+def _check(reply: Collected | Relay) -> None:
+    """Tell a server error, which another worker may not have, from a refusal of the call."""
+    if reply.status >= 500 or reply.status == 429:
+        raise EngineFailed(f"status_{reply.status}")
+    if reply.status >= 400:
+        raise EngineRefused(reply)
+
+
+def _pass_on(call: Call, reply: Collected | Relay) -> None:
+    """Answer the client with an engine's whole reply."""
+    content_type = b"application/json"
+    for name, value in reply.headers:
+        if name == b"content-type":
+            content_type = value
+    _add_route(call)
+    call.outcome.code = reply.status
+    call.outcome.disconnect_phase = ""
+    call.exchange.respond(reply.status, reply.body, content_type)
+
+
+def _add_route(call: Call) -> None:
+    outcome = call.outcome
+    cached = outcome.delivered_tokens
+    call.exchange.extra_headers += (
+        f"x-pdrouter-prefill: {outcome.prefill_worker}\r\n"
+        f"x-pdrouter-decode: {outcome.decode_worker}\r\n"
+        f"x-pdrouter-queue: {outcome.queue}\r\n"
+        f"x-pdrouter-cached-tokens: {outcome.predicted_tokens if cached is None else cached}\r\n"
+    ).encode()
+
+
+def _note_prompt(call: Call, worker: WorkerState, usage: Any) -> None:
+    """Compare what was expected of `worker`'s cache with what it says, in its own count."""
+    outcome, held = call.outcome, call.held
+    counted = usage.get("prompt_tokens") if isinstance(usage, dict) else None
+    if not isinstance(counted, int):
+        return
+    outcome.prompt_tokens = counted
+    outcome.delivered_tokens = openai.cached_tokens(usage)
+    in_tokens = call.fleet.in_tokens(held, counted)
+    outcome.captured_tokens = in_tokens.get(worker.id, 0)
+    outcome.available_tokens = max(in_tokens.values(), default=0)
+    last_block = (counted - 1) // worker.block_tokens * worker.block_tokens
+    outcome.predicted_tokens = min(outcome.captured_tokens, last_block)
+
+
+def _note_output(call: Call, lease: Lease, usage: Any, events: int) -> None:
+    outcome = call.outcome
+    if lease.placement.prefill is None:
+        _note_prompt(call, lease.placement.decode, usage)
+    counted = usage.get("completion_tokens") if isinstance(usage, dict) else None
+    # An engine that was not asked for usage sends about one event for each token.
+    outcome.output_tokens = counted if isinstance(counted, int) else max(events, 0)
+    call.fleet.learn(call.prompt, outcome.prompt_tokens, outcome.output_tokens)
+
+
+def _usage_of(body: bytes) -> Any:
+    try:
+        return orjson.loads(body).get("usage")
+    except (orjson.JSONDecodeError, AttributeError):
+        return None
+
+
+def _grace_left(sent_s: float) -> float:
+    return max(0.0, _DECODE_GRACE_S - (time.perf_counter() - sent_s))
+
+
+def _final_error(failed: StageFailed, attempts: int) -> RouterError:
+    kind = WorkersTimedOut if isinstance(failed.failure, TimedOut) else WorkersFailed
+    return kind(
+        f"The call failed {attempts} times, last in {failed.stage}: {failed.failure.reason}."
+    )

@@ -1,0 +1,322 @@
+"""Connections to workers: a small pooled HTTP/1.1 client on httptools.
+
+It is the request path's only sight of sockets towards engines, and the only place that turns their
+faults into `WorkerFailure`. A reply is pushed into a `Receiver` as it arrives; there is no task
+and no copy per chunk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Protocol, cast
+from urllib.parse import urlsplit
+
+import httptools
+
+from router.errors import (
+    ConnectFailed,
+    Disconnected,
+    StaleConnection,
+    TimedOut,
+    WorkerFailure,
+)
+
+_TICK_S = 0.5
+_IDLE_PER_WORKER = 1024
+
+
+class Receiver(Protocol):
+    """Takes one reply. After `on_end` or `on_failure` nothing more comes."""
+
+    def on_head(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None: ...
+
+    def on_data(self, data: bytes) -> None: ...
+
+    def on_end(self) -> None: ...
+
+    def on_failure(self, failure: WorkerFailure) -> None: ...
+
+
+class Upstreams:
+    """All connections of this process to workers, and the clock that times them out."""
+
+    def __init__(self, connect_s: float, first_byte_s: float, idle_s: float) -> None:
+        self.connect_s = connect_s
+        self.first_byte_ticks = _ticks(first_byte_s)
+        self.idle_ticks = _ticks(idle_s)
+        self.active: set[Connection] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._workers: dict[str, Upstream] = {}
+
+    def worker(self, url: str) -> Upstream:
+        """The pool of connections to the worker at `url`."""
+        if url not in self._workers:
+            self._workers[url] = Upstream(url, self)
+        return self._workers[url]
+
+    def watch(self, connection: Connection) -> None:
+        self.active.add(connection)
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_TICK_S, self._tick)
+
+    def close(self) -> None:
+        """Drop every connection."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        for connection in list(self.active):
+            connection.abort()
+        for worker in self._workers.values():
+            worker.discard_idle()
+
+    def _tick(self) -> None:
+        # One walk over the active connections instead of a timer for each chunk of each stream.
+        self._timer = None
+        for connection in list(self.active):
+            connection.tick()
+        if self.active:
+            self._timer = asyncio.get_running_loop().call_later(_TICK_S, self._tick)
+
+
+class Upstream:
+    """One worker's address and its idle connections, most recently used first."""
+
+    def __init__(self, url: str, owner: Upstreams) -> None:
+        parts = urlsplit(url)
+        if parts.scheme != "http" or not parts.hostname:
+            raise ValueError(f"not an http:// URL: {url}")
+        self._address = (parts.hostname, parts.port or 80)
+        self._path = parts.path.rstrip("/").encode()
+        self._fixed_headers = (
+            b"host: " + parts.netloc.encode() + b"\r\ncontent-type: application/json\r\n"
+        )
+        self._owner = owner
+        self._idle: list[Connection] = []
+
+    async def post(
+        self, path: bytes, headers: bytes, body: bytes, receiver: Receiver
+    ) -> Connection:
+        """Send a POST and return at once; the reply goes to `receiver`.
+
+        `headers` are whole lines, each ended by CR LF. Raises `ConnectFailed` or `TimedOut`.
+        A pooled connection that turns out to be dead fails with `StaleConnection`.
+        """
+        line = b"POST %b%b HTTP/1.1\r\n" % (self._path, path)
+        head = b"%b%bcontent-length: %d\r\n%b\r\n" % (
+            line,
+            self._fixed_headers,
+            len(body),
+            headers,
+        )
+        connection = self._pooled() or await self._connect()
+        connection.send(head, body, receiver)
+        return connection
+
+    def give_back(self, connection: Connection) -> None:
+        if len(self._idle) < _IDLE_PER_WORKER:
+            self._idle.append(connection)
+        else:
+            connection.abort()
+
+    def discard_idle(self) -> None:
+        """Close the idle connections: one of them was found dead, and they are of an age."""
+        idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.abort()
+
+    def _pooled(self) -> Connection | None:
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.usable:
+                return connection
+        return None
+
+    async def _connect(self) -> Connection:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self._owner.connect_s):
+                _, connection = await loop.create_connection(
+                    lambda: Connection(self, self._owner), *self._address
+                )
+        except TimeoutError:
+            raise TimedOut("connect_timeout") from None
+        except OSError:
+            raise ConnectFailed("connect") from None
+        return connection
+
+
+class Connection(asyncio.Protocol):
+    """One connection to a worker, carrying one reply at a time."""
+
+    __slots__ = (
+        "_headers", "_length_known", "_limit", "_owner", "_parser", "_pieces", "_pool", "_quiet",
+        "_receiver", "_replies", "_status", "_transport", "complete",
+    )  # fmt: skip
+
+    def __init__(self, pool: Upstream, owner: Upstreams) -> None:
+        self._pool = pool
+        self._owner = owner
+        self._parser = httptools.HttpResponseParser(self)
+        self._transport: asyncio.Transport | None = None
+        self._receiver: Receiver | None = None
+        self._replies = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        self._status = 0
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._pieces: list[bytes] = []
+        self._length_known = False
+        self.complete = False
+        self._quiet = 0
+        self._limit = self._owner.first_byte_ticks
+
+    @property
+    def usable(self) -> bool:
+        return self._transport is not None and not self._transport.is_closing()
+
+    def send(self, head: bytes, body: bytes, receiver: Receiver) -> None:
+        """Start a request."""
+        assert self._transport is not None and self._receiver is None
+        self._reset()
+        self._receiver = receiver
+        self._owner.watch(self)
+        self._transport.writelines((head, body))
+
+    def abort(self) -> None:
+        """Close now. The engine takes that as the end of the call; the receiver hears nothing."""
+        self._receiver = None
+        self._owner.active.discard(self)
+        if self._transport is not None:
+            self._transport.abort()
+
+    def abandon(self, grace_s: float) -> None:
+        """`abort`, but leave the engine `grace_s` to come to the call; its first word ends that."""
+        if grace_s <= 0 or self._receiver is None:
+            self.abort()
+            return
+        self._receiver = None
+        self._owner.active.discard(self)
+        asyncio.get_running_loop().call_later(grace_s, self.abort)
+
+    def pause_reading(self) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        self._quiet = 0
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    def tick(self) -> None:
+        self._quiet += 1
+        if self._quiet > self._limit:
+            phase = "idle" if self._status else "first_byte"
+            self._fail(TimedOut(f"{phase}_timeout"))
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass
+
+    def data_received(self, data: bytes) -> None:
+        if self._receiver is None:  # nobody asked: the connection is not to be trusted
+            self.abort()
+            return
+        self._quiet = 0
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError:
+            self._fail(Disconnected("bad_http"))
+            return
+        if self._pieces:
+            pieces, self._pieces = self._pieces, []
+            self._receiver.on_data(pieces[0] if len(pieces) == 1 else b"".join(pieces))
+        if self.complete:
+            self._finish()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        if self._receiver is None:
+            return
+        if exc is None and self._status and not self._length_known:
+            self._finish()  # a reply that ends where its connection ends
+        elif self._replies and not self._status:
+            self._pool.discard_idle()
+            self._fail(StaleConnection("stale_connection"))
+        else:
+            self._fail(Disconnected("disconnected"))
+
+    # httptools
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        name = name.lower()
+        if name in (b"content-length", b"transfer-encoding"):
+            self._length_known = True
+        self._headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status < 200:
+            self._headers = []
+            return
+        self._status = status
+        self._limit = self._owner.idle_ticks
+        if self._receiver is not None:
+            self._receiver.on_head(status, self._headers)
+
+    def on_body(self, body: bytes) -> None:
+        self._pieces.append(body)
+
+    def on_message_complete(self) -> None:
+        self.complete = self._status != 0
+
+    def _finish(self) -> None:
+        receiver, self._receiver = self._receiver, None
+        self._owner.active.discard(self)
+        self._replies += 1
+        if self.usable and self.complete and self._parser.should_keep_alive():
+            self._pool.give_back(self)
+        elif self._transport is not None:
+            self._transport.close()
+        if receiver is not None:
+            receiver.on_end()
+
+    def _fail(self, failure: WorkerFailure) -> None:
+        receiver = self._receiver
+        self.abort()
+        if receiver is not None:
+            receiver.on_failure(failure)
+
+
+class Collected:
+    """Receiver of a reply that is needed whole: await `whole`, then read `status` and `body`."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.headers: Sequence[tuple[bytes, bytes]] = ()
+        self._pieces: list[bytes] = []
+        self.whole: asyncio.Future[Collected] = asyncio.get_running_loop().create_future()
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(self._pieces)
+
+    def on_head(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        self.status, self.headers = status, headers
+
+    def on_data(self, data: bytes) -> None:
+        self._pieces.append(data)
+
+    def on_end(self) -> None:
+        if not self.whole.done():
+            self.whole.set_result(self)
+
+    def on_failure(self, failure: WorkerFailure) -> None:
+        if not self.whole.done():
+            self.whole.set_exception(failure)
+
+
+def _ticks(seconds: float) -> int:
+    return max(1, round(seconds / _TICK_S))
