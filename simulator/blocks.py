@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from typing import cast
 
 
 class BlockManager:
@@ -40,19 +41,15 @@ class BlockManager:
 
     def match(self, hashes: Sequence[int], limit: int) -> list[int]:
         """Blocks that hold the longest known start of `hashes`, at most `limit`. Takes none."""
-        found: list[int] = []
-        get = self._by_hash.get
-        for key in hashes[:limit]:
-            block = get(key)
-            if block is None:
-                break
-            found.append(block)
-        return found
+        found = list(map(self._by_hash.get, hashes[:limit]))
+        if None in found:
+            del found[found.index(None) :]
+        return cast(list[int], found)
 
     def take(self, matched: Sequence[int], fresh: int) -> list[int] | None:
         """Hold `matched` and `fresh` more blocks; None, and nothing changed, if room is short."""
         refs, cached = self._refs, self._cached
-        idle = sum(1 for block in matched if refs[block] == 0)
+        idle = list(map(refs.__getitem__, matched)).count(0)
         if fresh > len(self._empty) + len(cached) - idle:
             return None
         for block in matched:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from enum import Enum
 from heapq import heappop, heappush
 from itertools import count
 from math import inf
@@ -19,9 +18,39 @@ from math import inf
 import numpy as np
 
 from simulator.blocks import BlockManager
-from simulator.hashing import Chain, Tokens, chain_blocks, mix, salt_seed, sequence_identity
+from simulator.hashing import Chain, chain_blocks, mix, salt_seed, sequence_identity
 from simulator.profile import Profile
+from simulator.sequence import (
+    Action,
+    Heartbeat,
+    Pin,
+    Progress,
+    Pull,
+    Reason,
+    Release,
+    RemoteKv,
+    Request,
+    Sequence,
+    State,
+    Totals,
+)
 from simulator.text import Answer, natural_length
+
+__all__ = [
+    "Action",
+    "Engine",
+    "EngineDeadError",
+    "Heartbeat",
+    "Progress",
+    "Pull",
+    "Reason",
+    "Release",
+    "RemoteKv",
+    "Request",
+    "Sequence",
+    "State",
+    "Totals",
+]
 
 DEFAULT_LEASE_S = 30.0
 _HEARTBEATS_PER_LEASE = 6
@@ -35,189 +64,35 @@ class EngineDeadError(Exception):
     """The engine core has died; nothing can be submitted until a restart."""
 
 
-class State(Enum):
-    WAITING = "waiting"
-    PULLING = "pulling"
-    LOADED = "loaded"
-    "KV has arrived; waits for its place in the batch."
-    RUNNING = "running"
-    FINISHED = "finished"
+class _Timers:
+    """What is due at some later time, in order of time and then of arrival."""
 
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, str, Sequence | str]] = []
+        self._ticket = count()
 
-class Reason(Enum):
-    """Why a sequence ended. The first two are what an API calls finish reasons."""
+    @property
+    def next_s(self) -> float:
+        return self._heap[0][0] if self._heap else inf
 
-    STOP = "stop"
-    LENGTH = "length"
-    ABORT = "abort"
-    ERROR = "error"
+    def add(self, time_s: float, what: str, subject: Sequence | str) -> None:
+        heappush(self._heap, (time_s, next(self._ticket), what, subject))
 
+    def pop(self) -> tuple[str, Sequence | str]:
+        _time_s, _ticket, what, subject = heappop(self._heap)
+        return what, subject
 
-@dataclass(frozen=True, slots=True)
-class RemoteKv:
-    """A decode leg's claim on blocks of a prefill engine. `engine_id` None: a malformed claim."""
-
-    engine_id: str | None
-    request_id: str
-    blocks: tuple[int, ...]
-    host: str = ""
-    port: int = 0
-    cached_tokens: int | None = None
-    "What the prefill engine found in its own cache, if it said so."
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Request:
-    """What to generate. `max_tokens` None: until the answer ends by itself."""
-
-    id: str
-    tokens: Tokens
-    max_tokens: int | None = None
-    min_tokens: int = 0
-    salt: str | None = None
-    choice: int = 0
-    keep_kv: bool = False
-    "Pin the KV for another engine after the last token (`do_remote_decode`)."
-    remote: RemoteKv | None = None
-    "Pull the prompt's KV from another engine (`do_remote_prefill`)."
-
-
-class Sequence:
-    """One request inside the engine. Drivers read it; only the engine changes it."""
-
-    __slots__ = (
-        "arrival_s",
-        "blocks",
-        "cached_tokens",
-        "chain",
-        "computed",
-        "external_tokens",
-        "finished_s",
-        "first_token_s",
-        "generated",
-        "hits",
-        "identity",
-        "key",
-        "limit",
-        "natural",
-        "own_cached",
-        "preemptions",
-        "prompt_len",
-        "published",
-        "reason",
-        "reported",
-        "request",
-        "scheduled_s",
-        "state",
-        "touched",
-    )
-
-    def __init__(self, request: Request, chain: Chain, identity: int, limit: int, now_s: float):
-        self.request = request
-        self.chain = chain
-        self.identity = identity
-        self.key = identity
-        "Identity of what the KV really holds; settled with the first token."
-        self.limit = limit
-        self.natural = False
-        "The limit is where the answer ends by itself."
-        self.prompt_len = len(request.tokens)
-        self.state = State.WAITING
-        self.reason: Reason | None = None
-        self.blocks: list[int] = []
-        self.hits = 0
-        self.published = 0
-        self.computed = 0
-        self.generated = 0
-        self.reported = 0
-        "Tokens the driver has taken note of; the driver's to write."
-        self.cached_tokens: int | None = None
-        "What the request's usage reports: the prefill engine's number on a decode engine."
-        self.own_cached = 0
-        "Prompt tokens found in this engine's own cache."
-        self.external_tokens = 0
-        self.preemptions = 0
-        self.arrival_s = now_s
-        self.scheduled_s: float | None = None
-        self.first_token_s: float | None = None
-        self.finished_s: float | None = None
-        self.touched = False
-
-    def __repr__(self) -> str:
-        return (
-            f"<{self.request.id} {self.state.value} computed {self.computed}"
-            f" of {self.prompt_len} + {self.generated}>"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Pull:
-    """Read `remote` blocks and answer with `pulled` or `pull_failed`."""
-
-    sequence: Sequence
-    remote: RemoteKv
-
-
-@dataclass(frozen=True, slots=True)
-class Release:
-    """Tell the other engine that its blocks are not needed any more."""
-
-    remote: RemoteKv
-
-
-@dataclass(frozen=True, slots=True)
-class Heartbeat:
-    """Tell the other engine that its blocks are still wanted."""
-
-    remote: RemoteKv
-
-
-Action = Pull | Release | Heartbeat
+    def clear(self) -> None:
+        self._heap.clear()
 
 
 @dataclass(slots=True)
-class Progress:
-    """What happened: sequences with new tokens or an end, and what the driver has to do."""
+class _Link:
+    """The network port that KV arrives through: one transfer's bytes at a time."""
 
-    sequences: list[Sequence] = field(default_factory=list)
-    actions: list[Action] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class Pin:
-    """Blocks kept for a decode engine until `expires_s`."""
-
-    blocks: list[int]
-    expires_s: float
-
-
-@dataclass(slots=True)
-class Totals:
-    """Counters since the engine started. Tokens unless the name says otherwise."""
-
-    requests: int = 0
-    prompt: int = 0
-    output: int = 0
-    computed: int = 0
-    "Prompt tokens computed here, recomputation after a preemption included."
-    cached: int = 0
-    external: int = 0
-    local_compute: int = 0
-    "Prompt tokens of finished prefills that neither a cache nor a transfer supplied."
-    cache_queries: int = 0
-    cache_hits: int = 0
-    external_queries: int = 0
-    external_hits: int = 0
-    preemptions: int = 0
-    aborted: int = 0
-    expired: int = 0
-    late_releases: int = 0
-    transfers: int = 0
-    transfer_failures: int = 0
-    transfer_s: float = 0.0
-    transfer_bytes: int = 0
-    steps: int = 0
-    busy_s: float = 0.0
+    free_s: float = 0.0
+    peers: set[str] = field(default_factory=set)
+    "Engines that a connection exists to."
 
 
 @dataclass(slots=True)
@@ -268,12 +143,10 @@ class Engine:
         self._full = False
         "The last look at the queue found no room; only an end, a release or a timer makes some."
         self._step: _Step | None = None
-        self._timers: list[tuple[float, int, str, Sequence | str]] = []
-        self._ticket = count()
+        self._timers = _Timers()
         self._now_s = 0.0
         self._progress = Progress()
-        self._link_free_s = 0.0
-        self._peers: set[str] = set()
+        self._link = _Link()
 
     # -- what a driver asks ---------------------------------------------------------------------
 
@@ -304,7 +177,7 @@ class Engine:
     def next_event_s(self) -> float | None:
         """When `advance` has something to do next; None while nothing is under way."""
         step = self._step.end_s if self._step else inf
-        timer = self._timers[0][0] if self._timers else inf
+        timer = self._timers.next_s
         first = min(step, timer)
         return None if first == inf else first
 
@@ -319,8 +192,13 @@ class Engine:
             return first
         leap = self._leap_limit(step)
         end_s = step.end_s + self._decode_seconds(leap - 1, len(step.decode))
-        timer = self._timers[0][0] if self._timers else inf
+        timer = self._timers.next_s
         return min(end_s, timer)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `advance` would hand over anything, however short the time."""
+        return bool(self._progress.sequences or self._progress.actions)
 
     def holders(self) -> Iterator[list[int]]:
         """Every list of blocks that is held: by a sequence or by a lease."""
@@ -392,9 +270,13 @@ class Engine:
         self._run_until(now_s)
         sequence.natural = True
         sequence.limit = min(sequence.limit, limit)
-        if sequence.state is State.FINISHED or sequence.generated < sequence.limit:
+        if sequence.generated < sequence.limit:
             return
+        self.totals.output -= sequence.generated - sequence.limit
         sequence.generated = sequence.limit
+        if sequence.state is State.FINISHED:
+            sequence.reason = Reason.STOP
+            return
         self._withdraw(sequence)
         self._complete(sequence)
 
@@ -424,16 +306,16 @@ class Engine:
         self._write(sequence, sequence.hits, held)
         cost = self.profile.transfer
         size_bytes = len(own) * self.block_tokens * self.profile.kv_bytes_per_token
-        start_s = max(self._now_s, self._link_free_s)
+        start_s = max(self._now_s, self._link.free_s)
         end_s = start_s + cost.seconds(size_bytes)
-        self._link_free_s = start_s + size_bytes / cost.bytes_per_s
-        if remote.engine_id is not None and remote.engine_id not in self._peers:
-            self._peers.add(remote.engine_id)
+        self._link.free_s = start_s + size_bytes / cost.bytes_per_s
+        if remote.engine_id is not None and remote.engine_id not in self._link.peers:
+            self._link.peers.add(remote.engine_id)
             end_s += cost.handshake_s
         self.totals.transfers += 1
         self.totals.transfer_bytes += size_bytes
         self.totals.transfer_s += end_s - self._now_s
-        self._at(end_s, "loaded", sequence)
+        self._timers.add(end_s, "loaded", sequence)
 
     def pull_failed(self, request_id: str, now_s: float, *, reached: bool = False) -> None:
         """The blocks cannot be had. `reached`: the other engine answered, so nothing timed out."""
@@ -442,9 +324,9 @@ class Engine:
         if sequence is None:
             return
         remote = sequence.request.remote
-        known = reached or (remote is not None and remote.engine_id in self._peers)
+        known = reached or (remote is not None and remote.engine_id in self._link.peers)
         delay_s = KNOWN_PEER_FAILS_S if known else UNKNOWN_PEER_FAILS_S
-        self._at(self._now_s + delay_s, "failed", sequence)
+        self._timers.add(self._now_s + delay_s, "failed", sequence)
 
     def extend_pin(self, request_id: str, now_s: float) -> bool:
         """A decode engine's heartbeat. False if the lease is over."""
@@ -499,7 +381,7 @@ class Engine:
 
     def _run_until(self, now_s: float) -> None:
         while not self.dead:
-            timer_s = self._timers[0][0] if self._timers else inf
+            timer_s = self._timers.next_s
             step = self._step
             step_s = step.end_s if step else inf
             if min(timer_s, step_s) > now_s:
@@ -513,11 +395,8 @@ class Engine:
                 self._start_step()
         self._now_s = max(self._now_s, now_s)
 
-    def _at(self, time_s: float, what: str, subject: Sequence | str) -> None:
-        heappush(self._timers, (time_s, next(self._ticket), what, subject))
-
     def _fire(self) -> None:
-        _time_s, _ticket, what, subject = heappop(self._timers)
+        what, subject = self._timers.pop()
         if isinstance(subject, str):
             self._expire(subject)
         elif what == "beat":
@@ -532,7 +411,7 @@ class Engine:
         if pin is None:
             return
         if pin.expires_s > self._now_s:
-            self._at(pin.expires_s, "expire", request_id)
+            self._timers.add(pin.expires_s, "expire", request_id)
             return
         del self.pins[request_id]
         self.blocks.release(pin.blocks)
@@ -545,7 +424,7 @@ class Engine:
         if sequence.state not in (State.WAITING, State.PULLING):
             return
         self._progress.actions.append(Heartbeat(remote))
-        self._at(self._now_s + self.lease_s / _HEARTBEATS_PER_LEASE, "beat", sequence)
+        self._timers.add(self._now_s + self.lease_s / _HEARTBEATS_PER_LEASE, "beat", sequence)
 
     # -- remote KV ------------------------------------------------------------------------------
 
@@ -721,37 +600,38 @@ class Engine:
         self._waiting.appendleft(victim)
 
     def _finish_step(self, step: _Step, until_s: float) -> None:
-        """End the step in flight, and a run of equal decode steps behind it that end by `until_s`."""
+        """End the step in flight, and a run of equal ones behind it that end by `until_s`."""
         self._now_s = step.end_s
         self._step = None
-        steps = 1
-        if not step.prefill:
-            steps = self._leap(step, until_s)
+        steps = 1 if step.prefill else self._leap(step, until_s)
         self.totals.steps += steps
         self.totals.busy_s += self._now_s - step.start_s
         for sequence, chunk in step.prefill:
             if sequence.state is State.RUNNING:
                 self._computed_chunk(sequence, chunk)
+        self._decoded(step.decode, steps)
+
+    def _decoded(self, batch: list[Sequence], steps: int) -> None:
+        """Give every sequence of the batch that is still there `steps` tokens."""
+        touched = self._progress.sequences
+        present = [s for s in batch if s.state is State.RUNNING]
         ended = False
-        joined = 0
-        for sequence in step.decode:
-            if sequence.state is not State.RUNNING:
-                continue
-            joined += 1
+        for sequence in present:
             sequence.computed += steps
             sequence.generated += steps
             if not sequence.touched:
                 sequence.touched = True
-                self._progress.sequences.append(sequence)
+                touched.append(sequence)
             if sequence.generated >= sequence.limit:
                 ended = True
-        self.totals.output += steps * joined
-        self._context_tokens += steps * joined
-        if ended:
-            for sequence in [s for s in step.decode if s.generated >= s.limit]:
-                if sequence.state is State.RUNNING:
-                    self._withdraw(sequence)
-                    self._complete(sequence)
+        self.totals.output += steps * len(present)
+        self._context_tokens += steps * len(present)
+        if not ended:
+            return
+        for sequence in present:
+            if sequence.generated >= sequence.limit:
+                self._withdraw(sequence)
+                self._complete(sequence)
 
     def _computed_chunk(self, sequence: Sequence, chunk: int) -> None:
         sequence.computed += chunk
@@ -866,7 +746,7 @@ class Engine:
         if sequence.request.keep_kv and not failed:
             pin = Pin(sequence.blocks, self._now_s + self.lease_s)
             self.pins[sequence.request.id] = pin
-            self._at(pin.expires_s, "expire", sequence.request.id)
+            self._timers.add(pin.expires_s, "expire", sequence.request.id)
         else:
             self.blocks.release(sequence.blocks)
             sequence.blocks = []

@@ -67,9 +67,14 @@ class Generation:
             self._fail(sequence)
             return
         index = self._indexes[sequence.request.id]
+        ended = sequence.reason is not None
         choice = self._choice(index, sequence)
-        if self._broken(sequence):
-            return
+        if sequence.reason is not None and not ended:
+            return  # a stop string ends it within these tokens: told again, as an end
+        if not self._broken(sequence):
+            self._pass_on(index, choice, sequence)
+
+    def _pass_on(self, index: int, choice: vllm.Choice, sequence: EngineSequence) -> None:
         if sequence.reason is not None:
             self._left -= 1
             choice.finish = _FINISH.get(sequence.reason, "abort")

@@ -6,6 +6,7 @@ the same errors.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -130,14 +131,8 @@ class Call:
 def load_body(raw: bytes) -> JSON:
     try:
         body = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        detail = (
-            "{'type': 'json_invalid', 'loc': 'body.%d', 'msg': 'JSON decode error', "
-            "'input': '<dict of 0 items>', 'ctx': {'error': %r}}" % (error.pos, str(error.msg))
-        )
-        raise ApiError(
-            400, f"1 validation error:\n  {detail}", "Bad Request", f"body.{error.pos}"
-        ) from error
+    except orjson.JSONDecodeError:
+        raise _invalid_json(raw) from None
     if not isinstance(body, dict):
         raise ApiError(
             400,
@@ -147,6 +142,23 @@ def load_body(raw: bytes) -> JSON:
             "body",
         )
     return body
+
+
+def _invalid_json(raw: bytes) -> ApiError:
+    # The standard library words the reason as the engine's framework does.
+    reason, at = "unexpected value", 0
+    try:
+        json.loads(raw)
+    except json.JSONDecodeError as error:
+        reason, at = error.msg, error.pos
+    except UnicodeDecodeError as error:
+        reason, at = error.reason, error.start
+    detail = (
+        f"{{'type': 'json_invalid', 'loc': 'body.{at}', 'msg': 'JSON decode error', "
+        f"'input': '<dict of 0 items>', 'ctx': {{'error': {reason!r}}}}}"
+    )
+    message = f"1 validation error:\n  {detail}"
+    return ApiError(400, message, "Bad Request", f"body.{at}")
 
 
 def parse_call(endpoint: Endpoint, body: JSON, served: Served, request_id: str) -> Call:
@@ -197,21 +209,24 @@ def _check_types(endpoint: Endpoint, body: JSON) -> None:
         raise _invalid(required, "missing", "Field required", f"'<dict of {len(body)} items>'")
     for name in _INTEGERS:
         value = body.get(name)
-        if value is None or (type(value) is int):
-            continue
-        body[name] = _integer(name, value)
+        if value is not None and type(value) is not int:
+            body[name] = _integer(name, value)
     salt = body.get("cache_salt")
     if salt is not None and (not isinstance(salt, str) or not salt or len(salt) > 128):
         raise _refused("cache_salt", "cache_salt must be a non-empty string", salt)
+    n = body.get("n")
+    if n is not None and n < 1:
+        raise _refused("n", f"n must be at least 1, got {n}.", n)
     if endpoint == "chat":
-        messages = body["messages"]
-        if not isinstance(messages, list):
-            text = "Input should be a valid list"
-            raise _invalid("messages", "list_type", text, repr(messages)[:80])
-        if not messages or not all(isinstance(message, dict) for message in messages):
-            raise _refused("messages", "messages must be a non-empty list of objects", "...")
-    if (body.get("n") or 1) < 1:
-        raise _refused("n", "n must be at least 1, got %d." % body["n"], body["n"])
+        _check_messages(body["messages"])
+
+
+def _check_messages(messages: object) -> None:
+    if not isinstance(messages, list):
+        text = "Input should be a valid list"
+        raise _invalid("messages", "list_type", text, repr(messages)[:80])
+    if not messages or not all(isinstance(message, dict) for message in messages):
+        raise _refused("messages", "messages must be a non-empty list of objects", "...")
 
 
 def _integer(name: str, value: object) -> int:
@@ -753,7 +768,7 @@ def models(served: Served, created: int) -> bytes:
     data = []
     for name in served.names:
         permission = {
-            "id": "modelperm-%016x" % (hash_name(name)),
+            "id": f"modelperm-{hash_name(name):016x}",
             "object": "model_permission",
             "created": created,
             "allow_create_engine": False,

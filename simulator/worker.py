@@ -87,12 +87,14 @@ class Worker:
         self._fault_timer: asyncio.TimerHandle | None = None
         self._pumping = False
         self._error_share = 0.0
-        self._reads = 0
         self._calls: dict[str, Generation] = {}
         self._boot()
 
     def _boot(self) -> None:
         """A fresh engine under a fresh id, as a started process has."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         config = self.config
         self.engine = Engine(
             config.profile,
@@ -158,9 +160,11 @@ class Worker:
             else:
                 connection.abort()
 
-    async def restart(self) -> None:
+    async def restart(self, exchange: Exchange | None = None) -> None:
         """A new process on the same port: new engine id, empty cache, no faults."""
-        self._die()
+        if exchange is not None:
+            exchange.reply(200, b"{}")
+        self._die(exchange.connection if exchange is not None else None)
         self.faults = Faults()
         self._boot()
         await self._listen()
@@ -207,7 +211,7 @@ class Worker:
                 self._act(action)
             for sequence in progress.sequences:
                 self._deliver(sequence)
-            if not progress.actions:
+            if not engine.has_news:
                 break
         self._pumping = False
         self._arm()
@@ -256,13 +260,11 @@ class Worker:
         request_id = action.sequence.request.id
         faults, engine = self.faults, self.engine
         limit = faults.transfer_limit
-        if faults.drop_transfer or (limit is not None and self._reads >= limit):
+        if faults.drop_transfer or (limit is not None and engine.pulling > limit):
             engine.pull_failed(request_id, self.now_s, reached=True)
             return
-        self._reads += 1
 
         def done(contents: Sequence[int] | None, reached: bool) -> None:
-            self._reads -= 1
             if engine.dead:
                 return
             if contents is None:
@@ -333,9 +335,7 @@ class Worker:
     def _route(self, exchange: Exchange, path: str) -> None:
         if path.startswith("/v1/") or path in _POST_ROUTES:
             self.received.note(exchange)
-            if self.faults.stall:
-                return
-            if not self._authorized(exchange, path):
+            if self.faults.stall or not self._authorized(exchange, path):
                 return
         if path in _GENERATE:
             if exchange.method == "POST":
@@ -343,27 +343,23 @@ class Worker:
             else:
                 exchange.reply(405, _NOT_ALLOWED, extra=b"allow: POST\r\n")
             return
-        routes = _GET_ROUTES if path in _GET_ROUTES else _POST_ROUTES
-        route = routes.get(path)
+        allowed = ("GET", "HEAD") if path in _GET_ROUTES else ("POST",)
+        route = _GET_ROUTES.get(path) or _POST_ROUTES.get(path)
         if route is None:
             exchange.reply(404, _NOT_FOUND)
-        elif exchange.method not in (("GET", "HEAD") if routes is _GET_ROUTES else ("POST",)):
-            allowed = b"GET" if routes is _GET_ROUTES else b"POST"
-            exchange.reply(405, _NOT_ALLOWED, extra=b"allow: %b\r\n" % allowed)
+        elif exchange.method not in allowed:
+            exchange.reply(405, _NOT_ALLOWED, extra=b"allow: %b\r\n" % allowed[0].encode())
         else:
             route(self, exchange)
 
     def _authorized(self, exchange: Exchange, path: str) -> bool:
-        key = self.config.api_key
-        if key is not None and path.startswith("/v1/"):
-            if exchange.header(b"authorization") != f"Bearer {key}":
-                exchange.reply(401, _UNAUTHORIZED)
-                return False
-        if self.faults.host_check:
-            expected = urlsplit(self.url).netloc
-            if exchange.header(b"host") != expected:
-                exchange.reply(421, b'{"detail":"Misdirected Request"}')
-                return False
+        key = self.config.api_key if path.startswith("/v1/") else None
+        if key is not None and exchange.header(b"authorization") != f"Bearer {key}":
+            exchange.reply(401, _UNAUTHORIZED)
+            return False
+        if self.faults.host_check and exchange.header(b"host") != urlsplit(self.url).netloc:
+            exchange.reply(421, b'{"detail":"Misdirected Request"}')
+            return False
         return True
 
     def _server_error(self, exchange: Exchange) -> bool:
@@ -517,23 +513,21 @@ class Worker:
 
     def control(self, exchange: Exchange, what: str) -> None:
         """The simulator's own endpoints, on the worker's port or through the process's."""
-        method = exchange.method
-        if (method, what) == ("GET", "state"):
-            self.pump()
-            exchange.reply(200, orjson.dumps(self.state()))
-        elif (method, what) == ("GET", "faults"):
-            exchange.reply(200, orjson.dumps(self.faults.as_json()))
-        elif (method, what) == ("PUT", "faults"):
-            self._put_faults(exchange)
-        elif (method, what) == ("PUT", "record"):
-            self._put_record(exchange)
-        elif (method, what) == ("POST", "restart"):
-            exchange.reply(200, b"{}")
-            self._background(self.restart())
-        elif (method, what) == ("POST", "reset"):
-            self._reset(exchange)
-        else:
+        route = _CONTROL.get((exchange.method, what))
+        if route is None:
             exchange.reply(404, _NOT_FOUND)
+        else:
+            route(self, exchange)
+
+    def _get_state(self, exchange: Exchange) -> None:
+        self.pump()
+        exchange.reply(200, orjson.dumps(self.state()))
+
+    def _get_faults(self, exchange: Exchange) -> None:
+        exchange.reply(200, orjson.dumps(self.faults.as_json()))
+
+    def _post_restart(self, exchange: Exchange) -> None:
+        self._background(self.restart(exchange))
 
     def _put_faults(self, exchange: Exchange) -> None:
         try:
@@ -553,7 +547,7 @@ class Worker:
         self.received = _Received(limit)
         exchange.reply(200, orjson.dumps({"last": limit}))
 
-    def _reset(self, exchange: Exchange) -> None:
+    def _post_reset(self, exchange: Exchange) -> None:
         """Counters and cache as new, the engine id kept. 409 while anything runs."""
         self.engine.advance_quietly(self.now_s)
         engine = self.engine
@@ -586,4 +580,12 @@ _POST_ROUTES: dict[str, _Route] = {
     "/tokenize": Worker._tokenize,
     "/detokenize": Worker._detokenize,
     "/reset_prefix_cache": Worker._reset_prefix_cache,
+}
+_CONTROL: dict[tuple[str, str], _Route] = {
+    ("GET", "state"): Worker._get_state,
+    ("GET", "faults"): Worker._get_faults,
+    ("PUT", "faults"): Worker._put_faults,
+    ("PUT", "record"): Worker._put_record,
+    ("POST", "restart"): Worker._post_restart,
+    ("POST", "reset"): Worker._post_reset,
 }
