@@ -38,6 +38,11 @@ SIMULATOR = (
 ROUTER = (sys.executable, "-m", "router.cli", "serve", "--config", "-")
 
 
+def _say(text: str) -> None:
+    # At once, also into a pipe or a file: whoever started the demo waits for it.
+    print(text, flush=True)
+
+
 class DemoError(Exception):
     """The demo cannot start or go on; the text says why."""
 
@@ -69,7 +74,7 @@ async def demo(
     *,
     simulator: Sequence[str] = SIMULATOR,
     router: Sequence[str] = ROUTER,
-    say: Callable[[str], None] = print,
+    say: Callable[[str], None] = _say,
 ) -> None:
     """Start both commands and wait until cancelled. DemoError if one does not start or ends."""
     if simulator is SIMULATOR and find_spec("simulator") is None:

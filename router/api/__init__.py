@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from fastapi import Depends, FastAPI, Request, Response
 
@@ -28,7 +28,7 @@ def install(
     `guard` may raise a RouterError (Unauthorized) for a request to /v1; health and metrics are
     open, as probes and scrapers expect.
     """
-    guards = [] if guard is None else [Depends(guard)]
+    guards = [] if guard is None else [Depends(_asynchronous(guard))]
     app.include_router(health_routes(ready))
     app.include_router(model_routes(models, created_s=int(time.time())), dependencies=guards)
     app.add_exception_handler(RouterError, _render_error)
@@ -37,6 +37,14 @@ def install(
     async def metrics_text() -> Response:
         """Prometheus metrics as text."""
         return Response(metrics.render(), headers={"content-type": CONTENT_TYPE})
+
+
+def _asynchronous(guard: Callable[[Request], None]) -> Callable[[Request], Awaitable[None]]:
+    # FastAPI would send a plain function to a thread.
+    async def check(request: Request) -> None:
+        guard(request)
+
+    return check
 
 
 async def _render_error(request: Request, error: Exception) -> Response:

@@ -5,9 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
+import signal
 import socket
+import subprocess
 import sys
+from collections.abc import Iterator
 
+import httpx
+import openai
 import pytest
 
 from router import demo as subject
@@ -130,3 +136,47 @@ def test_ending_it_ends_the_children_even_one_that_will_not(tmp_path, monkeypatc
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(int(pid.read_text()), 0)
+
+
+@pytest.fixture
+def running() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The real demo as a user starts it, and its address."""
+    command = (sys.executable, "-m", "router.cli", "demo", "--port", "0")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            found = (re.match(r"Metrics: (\S+)/metrics", line) for line in process.stdout)
+            yield process, next(match.group(1) for match in found if match)
+        finally:
+            process.kill()
+
+
+def test_the_cluster_answers_over_http_and_the_openai_client(running):
+    process, base = running
+    body = {"model": subject.ALIAS, "prompt": "Once upon a time", "max_tokens": 3}
+    response = httpx.post(f"{base}/v1/completions", json=body, timeout=30)
+    assert response.status_code == 200
+    assert response.headers["x-pdrouter-prefill"]
+    with openai.OpenAI(base_url=f"{base}/v1", api_key="none") as client:
+        stream = client.chat.completions.create(
+            model=subject.MODEL,
+            max_tokens=3,
+            stream=True,
+            messages=[{"role": "user", "content": "Why is the sky blue?"}],
+        )
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+    assert text
+    metrics = httpx.get(f"{base}/metrics").text
+    assert 'pdrouter_requests_total{model="glm-5.2-nvfp4",queue="default",plan="pd"' in metrics
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) == 0
+
+
+def test_killing_the_demo_leaves_nothing_behind(running):
+    process, base = running
+    process.kill()
+    process.wait(20)
+    # Its children hold the output open: the end of it is their end.
+    process.communicate(timeout=20)
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{base}/health/live")
