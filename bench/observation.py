@@ -52,12 +52,15 @@ class Call:
         return asdict(self)
 
 
-def has_content(event: bytes) -> bool:
-    """Whether an SSE event carries text that is not empty."""
+def has_content(events: bytes) -> bool:
+    """Whether any of the SSE events carries text that is not empty."""
     for key in _CONTENT:
-        at = event.find(key)
-        if at >= 0 and event[at + len(key) : at + len(key) + 1] != b'"':
-            return True
+        at = events.find(key)
+        while at >= 0:
+            at += len(key)
+            if at < len(events) and events[at : at + 1] != b'"':
+                return True
+            at = events.find(key, at)
     return False
 
 
