@@ -19,8 +19,9 @@ import orjson
 
 from simulator.profile import DecodeCost, PrefillCost, TransferCost
 
-Row = tuple[float, float, float]
-Predict = Callable[[Sequence[float], float, float], float]
+Column = npt.NDArray[np.float64]
+# Seconds of all rows, from the constants and the two columns that a form takes.
+Predict = Callable[[Sequence[float], Column, Column], Column]
 
 _MEAN_WEIGHT = 0.2
 
@@ -34,16 +35,16 @@ class Fit:
     mean_error: float
 
 
-def _errors(predict: Predict, constants: Sequence[float], rows: Sequence[Row]) -> list[float]:
-    return [abs(predict(constants, x, y) / seconds - 1) for x, y, seconds in rows]
+def _errors(predict: Predict, constants: Sequence[float], rows: Column) -> Column:
+    return np.abs(predict(constants, rows[:, 0], rows[:, 1]) / rows[:, 2] - 1)
 
 
-def _loss(errors: Sequence[float]) -> float:
-    return max(errors) + _MEAN_WEIGHT * sum(errors) / len(errors)
+def _loss(errors: Column) -> float:
+    return float(errors.max() + _MEAN_WEIGHT * errors.mean())
 
 
-def search(predict: Predict, start: Sequence[float], rows: Sequence[Row]) -> Fit:
-    """Pattern search on the logarithms of the constants. Deterministic."""
+def search(predict: Predict, start: Sequence[float], rows: Column) -> Fit:
+    """Pattern search on the logarithms of the constants. `rows`: two columns, then seconds."""
     best = list(start)
     best_loss = _loss(_errors(predict, best, rows))
     rng = np.random.default_rng(1)
@@ -61,46 +62,56 @@ def search(predict: Predict, start: Sequence[float], rows: Sequence[Row]) -> Fit
         if not improved:
             step *= 0.6
     errors = _errors(predict, best, rows)
-    return Fit(tuple(best), max(errors), sum(errors) / len(errors))
+    return Fit(tuple(best), float(errors.max()), float(errors.mean()))
 
 
-def least_squares(
-    columns: npt.NDArray[np.float64], seconds: npt.NDArray[np.float64]
-) -> list[float]:
+def least_squares(columns: Column, seconds: Column) -> list[float]:
     """Relative least squares, every constant kept positive."""
     scaled = columns / seconds[:, None]
     found, *_ = np.linalg.lstsq(scaled, np.ones(len(seconds)), rcond=None)
     return [max(float(value), 1e-12) for value in found]
 
 
-def _predict_prefill(constants: Sequence[float], new: float, context: float) -> float:
+def _predict_prefill(constants: Sequence[float], new: Column, context: Column) -> Column:
     a, b, d, e, floor = constants
-    return PrefillCost(a, b, d, e, floor).seconds(int(new), int(context))
+    attention: Column = d * new * (context + new / 2) + e * context
+    return a + np.maximum(floor, b * new) + attention
 
 
-def _predict_decode(constants: Sequence[float], batch: float, context: float) -> float:
+def _predict_decode(constants: Sequence[float], batch: Column, context: Column) -> Column:
     a, b, d, floor = constants
-    return DecodeCost(a, b, d, floor).seconds(int(batch), context)
+    attention: Column = np.maximum(d * batch, floor) * context
+    return a + b * batch + attention
+
+
+def _table(rows: Sequence[Mapping[str, float]], *names: str) -> Column:
+    """The named columns, milliseconds as seconds."""
+    return np.array(
+        [[row[name] / (1e3 if name == "ms" else 1) for name in names] for row in rows],
+        dtype=np.float64,
+    )
 
 
 def fit_prefill(rows: Sequence[Mapping[str, float]]) -> Fit:
-    points = [(row["new"], row["ctx"], row["ms"] / 1e3) for row in rows]
-    columns = np.array([(1, u, u * (c + u / 2), c) for u, c, _ in points], dtype=np.float64)
-    a, b, d, e = least_squares(columns, np.array([s for *_, s in points]))
-    return search(_predict_prefill, (a / 2, b, d, e, a / 2), points)
+    table = _table(rows, "new", "ctx", "ms")
+    new, context, seconds = table.T
+    columns = np.stack([np.ones_like(new), new, new * (context + new / 2), context], axis=1)
+    a, b, d, e = least_squares(columns, seconds)
+    return search(_predict_prefill, (a / 2, b, d, e, a / 2), table)
 
 
 def fit_decode(rows: Sequence[Mapping[str, float]]) -> Fit:
-    points = [(row["batch"], row["ctx"], row["ms"] / 1e3) for row in rows]
-    columns = np.array([(1, n, n * c) for n, c, _ in points], dtype=np.float64)
-    a, b, d = least_squares(columns, np.array([s for *_, s in points]))
-    return search(_predict_decode, (a, b, d, 10 * d), points)
+    table = _table(rows, "batch", "ctx", "ms")
+    batch, context, seconds = table.T
+    columns = np.stack([np.ones_like(batch), batch, batch * context], axis=1)
+    a, b, d = least_squares(columns, seconds)
+    return search(_predict_decode, (a, b, d, 10 * d), table)
 
 
 def fit_transfer(rows: Sequence[Mapping[str, float]], kv_bytes_per_token: int) -> TransferCost:
-    points = [(row["tokens"] * kv_bytes_per_token, row["ms"] / 1e3) for row in rows]
-    columns = np.array([(1, size) for size, _ in points], dtype=np.float64)
-    latency, per_byte = least_squares(columns, np.array([s for _, s in points]))
+    tokens, seconds = _table(rows, "tokens", "ms").T
+    columns = np.stack([np.ones_like(tokens), tokens * kv_bytes_per_token], axis=1)
+    latency, per_byte = least_squares(columns, seconds)
     return TransferCost(latency_s=latency, bytes_per_s=1 / per_byte)
 
 
