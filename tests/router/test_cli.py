@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 
+import httpx
 import pytest
 
 from router import __version__, cli
+from router.demo import claim_port
 
 CONFIG = """
 models:
@@ -68,6 +71,22 @@ def test_the_module_can_be_run():
     )
     assert done.returncode == 2
     assert "there is no command 'nope'" in done.stderr
+
+
+def test_serve_listens_on_the_port_given_and_ends_on_sigterm():
+    port = claim_port(0)
+    command = (sys.executable, "-m", "router.cli", "serve", "--config", "-", "--port", str(port))
+    with subprocess.Popen(command, stdin=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdin is not None
+            process.stdin.write(CONFIG)
+            process.stdin.close()
+            with httpx.Client(transport=httpx.HTTPTransport(retries=8)) as client:
+                assert client.get(f"http://127.0.0.1:{port}/health/live").status_code == 200
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -76,6 +77,7 @@ def test_label_values_are_bounded_even_if_a_reason_is_not(monkeypatch):
     assert value(subject, "pdrouter_retries_total", stage="other", reason="other") == 90
 
 
+@settings(deadline=None, max_examples=30)  # a busy machine is not a failure
 @given(st.lists(st.floats(0, 1000), max_size=50))
 def test_a_histogram_agrees_with_a_plain_count(times):
     subject = Metrics(["glm"])
@@ -197,6 +199,7 @@ def test_two_instances_share_nothing():
     assert value(second, "pdrouter_prompt_tokens_total", model="glm") == 0
 
 
+@pytest.mark.skipif(sys.gettrace() is not None, reason="a traced run says nothing about cost")
 def test_observing_a_call_is_cheap():
     subject = Metrics(["glm"])
     call = outcome(
