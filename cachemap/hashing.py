@@ -1,7 +1,7 @@
 """Canonical prompt bytes -> blocks, the unit of prefix identity.
 
-The hash of a block is the XXH3-64 of everything from the start of the prompt to the block's end,
-so equal hashes mean equal prefixes. Blocks end at offsets that depend on the bytes before them
+A block's hash is the XXH3-64 of its bytes, seeded with the hash of the block before it, so equal
+hashes mean equal prefixes. Blocks end at offsets that depend on the bytes before them
 alone: at fixed offsets, whose distance grows with depth, and at the end of each message. A match is
 thus known to about 1/16 of its length at worst with some tens of blocks, and exactly between the
 turns of a conversation.
@@ -9,7 +9,8 @@ turns of a conversation.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import xxhash
@@ -25,8 +26,8 @@ _GROWTH = 16  # a block is at most 1/16 of what stands before it
 class Blocks:
     """`hashes[i]` identifies the prompt's first `ends[i]` bytes; both ascend in depth."""
 
-    hashes: tuple[int, ...]
-    ends: tuple[int, ...]
+    hashes: Sequence[int]
+    ends: Sequence[int]
 
 
 def _fixed_cuts(limit: int) -> list[int]:
@@ -40,39 +41,44 @@ def _fixed_cuts(limit: int) -> list[int]:
 
 
 _TABLE_BYTES = 1 << 20
-_CUTS = _fixed_cuts(_TABLE_BYTES)  # behind it, every MAX_BLOCK_BYTES
+_CUTS = _fixed_cuts(_TABLE_BYTES)
 
 
 def hash_blocks(prompt: Prompt) -> Blocks:
     """Cut `prompt` and hash each prefix. An empty prompt has no blocks."""
-    view = memoryview(prompt.data)
-    ends = block_ends(len(prompt.data), prompt.message_ends)
-    state = xxhash.xxh3_64(seed=prompt.seed)
-    update, digest = state.update, state.intdigest
+    data, digest = prompt.data, xxhash.xxh3_64_intdigest
+    ends = block_ends(len(data), prompt.message_ends)
     hashes = []
+    chained = prompt.seed
     start = 0
     for end in ends:
-        update(view[start:end])
-        hashes.append(digest())
+        chained = digest(data[start:end], chained)
+        hashes.append(chained)
         start = end
-    return Blocks(tuple(hashes), tuple(ends))
+    return Blocks(hashes, ends)
 
 
-def block_ends(size: int, message_ends: tuple[int, ...]) -> list[int]:
-    """Offsets at which the blocks of a prompt of `size` bytes end; the last one is `size`."""
-    cuts = _CUTS[: bisect_right(_CUTS, size)]
-    if size > _CUTS[-1]:
-        cuts += range(_CUTS[-1] + MAX_BLOCK_BYTES, size + 1, MAX_BLOCK_BYTES)
-    cuts += message_ends
-    if not message_ends or message_ends[-1] != size:
-        cuts.append(size)
-    cuts.sort()
-    ends = []
+def block_ends(size: int, message_ends: Sequence[int]) -> list[int]:
+    """Offsets at which the blocks of a prompt of `size` bytes end; the last one is `size`.
+
+    Two cuts closer than an engine's block say nothing that one does not: of such two the first
+    stays, whichever it is, so equal prefixes keep equal cuts.
+    """
+    ends: list[int] = []
     last = 0
-    for cut in cuts:
-        # Two cuts closer than an engine's block say nothing that one does not. Which of them
-        # stays depends on the bytes before it only: equal prefixes keep equal cuts.
-        if cut - last >= MIN_BLOCK_BYTES or (cut == size and cut > last):
-            ends.append(cut)
-            last = cut
+    fixed = _CUTS if size <= _TABLE_BYTES else _fixed_cuts(size)
+    position = 0
+    for message_end in message_ends:
+        stop = bisect_left(fixed, message_end, position)
+        if stop > position:
+            ends += fixed[position:stop]
+            last = ends[-1]
+            position = stop
+        if message_end - last >= MIN_BLOCK_BYTES:
+            ends.append(message_end)
+            last = message_end
+            position = bisect_left(fixed, last + MIN_BLOCK_BYTES, position)
+    ends += fixed[position : bisect_left(fixed, size, position)]
+    if size and (not ends or ends[-1] != size):
+        ends.append(size)
     return ends

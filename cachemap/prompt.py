@@ -65,7 +65,9 @@ def read_prompt(body: Mapping[str, Any], model: str) -> Prompt:
     if isinstance(prompt, list) and len(prompt) == 1:
         prompt = prompt[0]  # a batch of one is the same prompt
     if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
-        data = b"".join([(token & 0xFFFFFFFF).to_bytes(TOKEN_ID_BYTES, "little") for token in prompt])
+        data = b"".join(
+            [(token & 0xFFFFFFFF).to_bytes(TOKEN_ID_BYTES, "little") for token in prompt]
+        )
         return Prompt(data, (), seed, is_token_ids=True)
     return Prompt(_any(prompt), (), seed)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import os
 import re
 import time
-import uuid
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,6 +41,9 @@ CHAT = b"/v1/chat/completions"
 COMPLETIONS = b"/v1/completions"
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+# Ids are unique across processes, of one length, and cheap.
+_ID_PREFIX = os.urandom(10).hex()
+_ID_COUNTER = itertools.count(1)
 # Headers of the client that engines get to see, beside authorization.
 _FORWARDED = frozenset({b"traceparent", b"tracestate"})
 # An engine that has just been sent a decode leg may not have come to it yet. Closed before that,
@@ -236,9 +240,7 @@ class Dispatcher:
         connection: Connection | None = None
         try:
             leg = fleet.handoff.prefill(call.body, call.chat)
-            connection = await fleet.upstream(worker).post(
-                call.exchange.path, headers, leg, reply
-            )
+            connection = await fleet.upstream(worker).post(call.exchange.path, headers, leg, reply)
             await reply.whole
             _check(reply)
             answer = orjson.loads(reply.body)
@@ -246,8 +248,8 @@ class Dispatcher:
         except WorkerFailure as failure:
             raise StageFailed("prefill", worker, failure, None) from failure
         except (orjson.JSONDecodeError, AttributeError):
-            failure = EngineFailed("unreadable_reply")
-            raise StageFailed("prefill", worker, failure, None) from None
+            unreadable = EngineFailed("unreadable_reply")
+            raise StageFailed("prefill", worker, unreadable, None) from None
         except asyncio.CancelledError:
             self._leave_prefill(call, lease, connection, reply)
             raise
@@ -426,7 +428,7 @@ def _request_id(exchange: Exchange) -> str:
     given = exchange.header(b"x-request-id")
     if given is not None and _REQUEST_ID.fullmatch(given):
         return given.decode()
-    return uuid.uuid4().hex
+    return f"{_ID_PREFIX}{next(_ID_COUNTER):012x}"
 
 
 def _attempt_id(call: Call, attempt: int) -> str:

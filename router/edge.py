@@ -138,9 +138,7 @@ class Exchange:
             self.extra_headers += b"retry-after: %d\r\n" % error.retry_after_s
         self.respond(error.status, error.body())
 
-    def respond(
-        self, status: int, body: bytes, content_type: bytes = b"application/json"
-    ) -> None:
+    def respond(self, status: int, body: bytes, content_type: bytes = b"application/json") -> None:
         """Send a whole response."""
         if self.response_started or self.disconnected:
             return
@@ -212,9 +210,7 @@ class EdgeProtocol(HttpToolsProtocol):
 
     def default_headers(self) -> bytes:
         """Headers that uvicorn puts before every response (the date), as lines."""
-        return b"".join(
-            [b"%b: %b\r\n" % header for header in self.server_state.default_headers]
-        )
+        return b"".join([b"%b: %b\r\n" % header for header in self.server_state.default_headers])
 
     def on_headers_complete(self) -> None:
         path = self.url.partition(b"?")[0]

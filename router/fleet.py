@@ -149,7 +149,8 @@ class Fleet:
             ) from None
         if lease is not None:
             return lease
-        place = self._waiting[job.id] = asyncio.get_running_loop().create_future()
+        place: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
+        self._waiting[job.id] = place
         try:
             async with asyncio.timeout(self._queue_timeout_s):
                 return await place

@@ -142,9 +142,7 @@ def has_content(held: bytes) -> bool | EngineFailed:
     """Whether the complete events at the start of a stream hold content, or say that it failed."""
     position = 0
     while True:
-        ends = [
-            (at, len(mark)) for mark in _EVENT_ENDS if (at := held.find(mark, position)) >= 0
-        ]
+        ends = [(at, len(mark)) for mark in _EVENT_ENDS if (at := held.find(mark, position)) >= 0]
         if not ends:
             return False
         at, length = min(ends)

@@ -150,8 +150,8 @@ class Connection(asyncio.Protocol):
     """One connection to a worker, carrying one reply at a time."""
 
     __slots__ = (
-        "_headers", "_length_known", "_limit", "_owner", "_parser", "_pieces", "_pool", "_quiet",
-        "_receiver", "_replies", "_status", "_transport", "complete",
+        "_complete", "_headers", "_keep_alive", "_length_known", "_limit", "_owner", "_parser",
+        "_pieces", "_pool", "_quiet", "_receiver", "_replies", "_status", "_transport",
     )  # fmt: skip
 
     def __init__(self, pool: Upstream, owner: Upstreams) -> None:
@@ -168,7 +168,8 @@ class Connection(asyncio.Protocol):
         self._headers: list[tuple[bytes, bytes]] = []
         self._pieces: list[bytes] = []
         self._length_known = False
-        self.complete = False
+        self._complete = False
+        self._keep_alive = False
         self._quiet = 0
         self._limit = self._owner.first_byte_ticks
 
@@ -233,7 +234,7 @@ class Connection(asyncio.Protocol):
         if self._pieces:
             pieces, self._pieces = self._pieces, []
             self._receiver.on_data(pieces[0] if len(pieces) == 1 else b"".join(pieces))
-        if self.complete:
+        if self._complete:
             self._finish()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -270,13 +271,14 @@ class Connection(asyncio.Protocol):
         self._pieces.append(body)
 
     def on_message_complete(self) -> None:
-        self.complete = self._status != 0
+        self._complete = self._status != 0
+        self._keep_alive = bool(self._parser.should_keep_alive())
 
     def _finish(self) -> None:
         receiver, self._receiver = self._receiver, None
         self._owner.active.discard(self)
         self._replies += 1
-        if self.usable and self.complete and self._parser.should_keep_alive():
+        if self.usable and self._complete and self._keep_alive:
             self._pool.give_back(self)
         elif self._transport is not None:
             self._transport.close()

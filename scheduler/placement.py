@@ -8,7 +8,7 @@ fleets' sizes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from operator import itemgetter
 from typing import NamedTuple
 
 from scheduler.jobs import Job
@@ -26,19 +26,22 @@ BALANCE = 0.1
 
 
 class Candidate(NamedTuple):
-    """One half of a plan with its price in ms, in parts."""
+    """One half of a plan, or a whole one on a decode worker alone, with its price in ms.
 
-    worker: WorkerState
+    `parts` sum up to the price: (wait, compute, spread) of a prefill half, (transfer, growth) of a
+    decode half, (compute, growth) of a decode worker alone.
+    """
+
     price: float
-    wait: float
-    compute: float
-    spread: float
-    transfer: float
-    growth: float
+    last_placed: int  # decides between equals: the one longest without work is first
+    worker: WorkerState
+    parts: tuple[float, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+_ORDER = itemgetter(0, 1)
+
+
+class Placement(NamedTuple):
     """The chosen plan: prefill on `prefill` and decode on `decode`, or all on `decode`.
 
     `cached_tokens` is what the worker that prefills is expected to reuse. `candidates` are all
@@ -49,11 +52,15 @@ class Placement:
     decode: WorkerState
     price: float
     cached_tokens: int
-    candidates: tuple[Sequence[Candidate], Sequence[Candidate], Sequence[Candidate]]
+    candidates: tuple[list[Candidate], list[Candidate], list[Candidate]]
 
 
 def place(
-    job: Job, workers: Sequence[WorkerState], prices: Prices, room_tokens: dict[str, int], now_s: float
+    job: Job,
+    workers: Sequence[WorkerState],
+    prices: Prices,
+    room_tokens: dict[str, int],
+    now_s: float,
 ) -> Placement | None:
     """Choose the cheapest plan among `workers`, or None where no decode worker has room.
 
@@ -63,29 +70,21 @@ def place(
     decoders = _decoders(job, up)
     if not decoders:
         return None
-    alone = [_decode_alone(job, worker, prices) for worker in decoders]
     prefillers = [] if job.decode_only else _prefillers(job, up)
-    best_alone = min(alone, key=_preference)
-    if not prefillers:
-        decode = best_alone.worker
-        return Placement(
-            None, decode, best_alone.price, job.cached_tokens(decode.id), ((), (), alone)
-        )
-    mean = sum(worker.recent_prefill_tokens for worker in prefillers) / len(prefillers)
-    first = [_prefill(job, worker, prices, room_tokens, mean, now_s) for worker in prefillers]
-    second = [_decode_behind(job, worker, prices) for worker in decoders]
-    best_first, best_second = min(first, key=_preference), min(second, key=_preference)
+    first = _price_prefill(job, prefillers, prices, room_tokens, now_s)
+    second, alone = _price_decode(job, decoders, prices)
     candidates = (first, second, alone)
-    pair_price = best_first.price + best_second.price
-    if best_alone.price < pair_price or best_first.worker is best_second.worker:
-        decode = best_alone.worker
-        return Placement(
-            None, decode, best_alone.price, job.cached_tokens(decode.id), candidates
-        )
-    prefill = best_first.worker
-    return Placement(
-        prefill, best_second.worker, pair_price, job.cached_tokens(prefill.id), candidates
-    )
+    best_alone = min(alone, key=_ORDER)
+    if first:
+        prefill, decode = min(first, key=_ORDER), min(second, key=_ORDER)
+        pair_price = prefill.price + decode.price
+        # A worker of both roles needs no handoff to itself.
+        if pair_price <= best_alone.price and prefill.worker is not decode.worker:
+            cached = job.cached_tokens(prefill.worker.id)
+            return Placement(prefill.worker, decode.worker, pair_price, cached, candidates)
+    worker = best_alone.worker
+    cached = job.cached_tokens(worker.id)
+    return Placement(None, worker, best_alone.price, cached, candidates)
 
 
 def _decoders(job: Job, up: Sequence[WorkerState]) -> list[WorkerState]:
@@ -115,47 +114,51 @@ def prefill_wait_ms(worker: WorkerState, now_s: float) -> float:
     return max(worker.prefill_work_ms - done_ms, 0.0)
 
 
-def _preference(candidate: Candidate) -> tuple[float, int]:
-    return candidate.price, candidate.worker.last_placed
-
-
-def _prefill(
+def _price_prefill(
     job: Job,
-    worker: WorkerState,
+    workers: Sequence[WorkerState],
     prices: Prices,
     room_tokens: dict[str, int],
-    mean_recent_tokens: float,
     now_s: float,
-) -> Candidate:
-    cached = job.cached_tokens(worker.id)
-    uncached = job.prompt_tokens - cached
-    wait = prefill_wait_ms(worker, now_s)
-    compute = CONGESTION * prices.prefill(uncached, cached)
-    surplus = BALANCE * (worker.recent_prefill_tokens - mean_recent_tokens)
-    displaced = DISPLACEMENT * max(uncached - room_tokens.get(worker.id, uncached), 0)
-    spread = prices.prefill_b * (surplus + displaced)
-    return Candidate(worker, wait + compute + spread, wait, compute, spread, 0.0, 0.0)
+) -> list[Candidate]:
+    if not workers:
+        return []
+    mean_recent = sum([worker.recent_prefill_tokens for worker in workers]) / len(workers)
+    candidates = []
+    for worker in workers:
+        cached = job.cached_tokens(worker.id)
+        uncached = job.prompt_tokens - cached
+        wait = prefill_wait_ms(worker, now_s)
+        compute = CONGESTION * prices.prefill(uncached, cached)
+        surplus = BALANCE * (worker.recent_prefill_tokens - mean_recent)
+        displaced = DISPLACEMENT * max(uncached - room_tokens.get(worker.id, uncached), 0)
+        spread = prices.prefill_b * (surplus + displaced)
+        price = wait + compute + spread
+        candidates.append(Candidate(price, worker.last_placed, worker, (wait, compute, spread)))
+    return candidates
 
 
-def _decode_behind(job: Job, worker: WorkerState, prices: Prices) -> Candidate:
-    transfer = prices.transfer(job.prompt_tokens - job.cached_tokens(worker.id))
-    growth = _growth(job, worker, prices)
-    return Candidate(worker, transfer + growth, 0.0, 0.0, 0.0, transfer, growth)
+def _price_decode(
+    job: Job, workers: Sequence[WorkerState], prices: Prices
+) -> tuple[list[Candidate], list[Candidate]]:
+    """The decode half behind a prefill worker, and the whole call, on each of `workers`.
 
-
-def _decode_alone(job: Job, worker: WorkerState, prices: Prices) -> Candidate:
-    cached = job.cached_tokens(worker.id)
-    compute = prices.prefill(job.prompt_tokens - cached, cached)
-    compute *= CONGESTION * prices.interference(worker.decode_jobs)
-    growth = _growth(job, worker, prices)
-    return Candidate(worker, compute + growth, 0.0, compute, 0.0, 0.0, growth)
-
-
-def _growth(job: Job, worker: WorkerState, prices: Prices) -> float:
-    """What this call's output costs on `worker`: its own steps there, and the time that its tokens
-    and its context add to the steps of every call that decodes beside it."""
-    calls, context = worker.decode_jobs, worker.decode_work_tokens
-    own_context = job.prompt_tokens + job.expected_output_tokens / 2
-    own = prices.decode_step(calls + 1, context + int(own_context))
-    others = calls * (prices.decode_b + prices.decode_d * own_context)
-    return job.expected_output_tokens * (own + others) / worker.weight
+    Growth is what the call's output costs there: its own steps, and the time that its tokens and
+    its context add to the steps of every call that decodes beside it.
+    """
+    behind, alone = [], []
+    output = job.expected_output_tokens
+    own_context = job.prompt_tokens + output // 2
+    for worker in workers:
+        cached = job.cached_tokens(worker.id)
+        uncached = job.prompt_tokens - cached
+        calls, context = worker.decode_jobs, worker.decode_work_tokens
+        own_step = prices.decode_step(calls + 1, context + own_context)
+        others = calls * (prices.decode_b + prices.decode_d * own_context)
+        growth = output * (own_step + others) / worker.weight
+        transfer = prices.transfer(uncached)
+        compute = CONGESTION * prices.prefill(uncached, cached) * prices.interference(calls)
+        placed = worker.last_placed
+        behind.append(Candidate(transfer + growth, placed, worker, (transfer, growth)))
+        alone.append(Candidate(compute + growth, placed, worker, (compute, growth)))
+    return behind, alone

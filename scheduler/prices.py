@@ -27,7 +27,7 @@ class Prices:
     # A prefill on a decode worker stalls the calls that stream there: how much dearer it is, at
     # rest and for each of them.
     interference_base: float = 2.0
-    interference_per_call: float = 0.25
+    interference_per_call: float = 1.0
 
     def prefill(self, uncached_tokens: int, cached_tokens: int) -> float:
         u, c = uncached_tokens, cached_tokens

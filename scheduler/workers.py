@@ -16,8 +16,7 @@ class WorkerState:
     not known), `kv_usage` (0 to 1), `engine_running`, `engine_waiting`.
     Charged by leases: `running` (calls), `prefill_jobs`, `prefill_work_tokens` and
     `prefill_work_ms` (prompt still to compute), `decode_jobs`, `decode_work_tokens` (prompt and
-    expected output of calls that decode or will). Placing and finishing a lease are the only writers
-    of these.
+    expected output of calls that decode or will). Only placing and finishing a lease write these.
     """
 
     id: str
