@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 
 from router import __version__
@@ -87,7 +89,11 @@ def _serve(path: str, port: int | None) -> int:
     # Imported late, so that a wrong file is refused without loading a web server.
     from router.app import run
 
-    run(config if port is None else _listening_on(config, port))
+    # The server ends in good order on both signals and then raises them again: being told to stop
+    # is not a failure.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with suppress(KeyboardInterrupt):
+        run(config if port is None else _listening_on(config, port))
     return 0
 
 

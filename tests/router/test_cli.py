@@ -73,7 +73,8 @@ def test_the_module_can_be_run():
     assert "there is no command 'nope'" in done.stderr
 
 
-def test_serve_listens_on_the_port_given_and_ends_on_sigterm():
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_serve_listens_on_the_port_given_and_ends_well_when_told_to(number):
     port = claim_port(0)
     command = (sys.executable, "-m", "router.cli", "serve", "--config", "-", "--port", str(port))
     with subprocess.Popen(command, stdin=subprocess.PIPE, text=True) as process:
@@ -83,7 +84,7 @@ def test_serve_listens_on_the_port_given_and_ends_on_sigterm():
             process.stdin.close()
             with httpx.Client(transport=httpx.HTTPTransport(retries=8)) as client:
                 assert client.get(f"http://127.0.0.1:{port}/health/live").status_code == 200
-            process.send_signal(signal.SIGTERM)
+            process.send_signal(number)
             assert process.wait(30) == 0
         finally:
             process.kill()
