@@ -82,10 +82,14 @@ class CpuUse:
         return sum(self.machine) / len(self.machine) if self.machine else 0.0
 
     def saturated(self, limit: float = 0.9) -> dict[str, float]:
-        """Names that used more than `limit` of a core on average, and the machine likewise."""
+        """Names that used more than `limit` of a core on average."""
         means = {name: self.mean(name) for name in self.by_name}
-        means["machine"] = self.mean_machine()
         return {name: share for name, share in means.items() if share > limit}
+
+    def foreign(self) -> float:
+        """Cores that other programs used, on average."""
+        ours = sum(self.mean(name) for name in self.by_name)
+        return max(0.0, self.mean_machine() * (os.cpu_count() or 1) - ours)
 
 
 class CpuSampler:

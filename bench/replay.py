@@ -307,6 +307,8 @@ def _show(found: JSON) -> None:
     report.say(report.table(["figure", "value"], replay_figures.rows_for_table(found)))
     for mark in replay_figures.marks(found):
         report.say(f"  {mark}")
+    if found["disturbed"]:
+        report.say("  The machine had no core to spare: read latencies as upper bounds.")
 
 
 def _report(options: argparse.Namespace, runs: Sequence[tuple[replay_figures.Run, JSON]]) -> int:

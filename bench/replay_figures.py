@@ -25,6 +25,8 @@ BUSIEST_AT_MOST = 1.25
 AGREEMENT_AT_MOST = 0.05
 # Below this share of the prompt tokens, reuse is the template's own start and no trace's doing.
 NEGLIGIBLE_REUSE = 0.002
+# With less of the machine to spare, processes wait for a core and latencies are the machine's.
+BUSY_MACHINE = 0.9
 CURVE_POINTS = 60
 
 
@@ -78,8 +80,9 @@ def figures(run: Run) -> JSON:
         **_router(run, good, cached, prompt),
         **_goodput(run, good),
         "cpu": {name: run.cpu.mean(name) for name in run.cpu.by_name}
-        | {"machine": run.cpu.mean_machine()},
+        | {"others": run.cpu.foreign(), "machine": run.cpu.mean_machine()},
         "saturated": run.cpu.saturated(),
+        "disturbed": run.cpu.mean_machine() > BUSY_MACHINE,
     }
 
 
