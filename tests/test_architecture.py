@@ -122,6 +122,12 @@ def test_documents_link_to_files_that_exist():
                 assert (document.parent / target).exists(), f"{document.name}: {target}"
 
 
+def test_documents_named_in_the_source_exist():
+    for module in source_modules():
+        for name in re.findall(r"docs/[\w./-]+\.md", (ROOT / module).read_text(encoding="utf-8")):
+            assert (ROOT / name).is_file(), f"{module}: {name}"
+
+
 def test_import_rules_hold():
     linted = subprocess.run(
         [str(Path(sys.executable).parent / "lint-imports"), "--no-logo"],
