@@ -115,18 +115,20 @@ def render(engine: Engine, observed: Observations, model: str, started_at_s: flo
     _render_counters(page, engine, observed)
     for name, histogram in observed.latency.items():
         page.histogram(name, histogram)
-    blocks, tokens = engine.blocks.capacity, engine.block_tokens
-    page.family(
-        "cache_config_info",
-        "gauge",
-        "Information of the LLMEngine CacheConfig",
-        {
-            f'block_size="{tokens}",cache_dtype="auto",enable_prefix_caching="True",'
-            f'kv_cache_size_tokens="{blocks * tokens}",num_gpu_blocks="{blocks}",'
-            'prefix_caching_hash_algo="simulated"': 1
-        },
-    )
+    page.lines.append(_cache_config(engine))
     return ("\n".join(page.lines) + "\n").encode()
+
+
+def _cache_config(engine: Engine) -> str:
+    """The one metric without a model label."""
+    blocks, tokens = engine.blocks.capacity, engine.block_tokens
+    return (
+        "# HELP vllm:cache_config_info Information of the LLMEngine CacheConfig\n"
+        "# TYPE vllm:cache_config_info gauge\n"
+        f'vllm:cache_config_info{{block_size="{tokens}",cache_dtype="auto",'
+        f'enable_prefix_caching="True",engine="0",kv_cache_size_tokens="{blocks * tokens}",'
+        f'num_gpu_blocks="{blocks}",prefix_caching_hash_algo="simulated"}} 1.0'
+    )
 
 
 def _render_load(page: _Page, engine: Engine) -> None:
