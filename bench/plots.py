@@ -99,7 +99,7 @@ def distribution(values: Sequence[float], points: int = 200) -> Points:
     ordered = sorted(values)
     count = len(ordered)
     picks = sorted({round(i * (count - 1) / max(1, points - 1)) for i in range(points)})
-    return [(ordered[i], (i + 1) / count) for i in picks if i < count]
+    return [(ordered[i], (i + 1) / count) for i in picks if 0 <= i < count]
 
 
 def _svg(parts: Sequence[str]) -> str:
