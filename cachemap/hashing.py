@@ -17,7 +17,7 @@ import xxhash
 
 from cachemap.prompt import Prompt
 
-MIN_BLOCK_BYTES = 64  # one engine block of 16 tokens, at about 4 bytes a token
+MIN_BLOCK_BYTES = 128  # two engine blocks of 16 tokens, at about 4 bytes a token
 MAX_BLOCK_BYTES = 4096
 _GROWTH = 16  # a block is at most 1/16 of what stands before it
 
@@ -61,8 +61,8 @@ def hash_blocks(prompt: Prompt) -> Blocks:
 def block_ends(size: int, message_ends: Sequence[int]) -> list[int]:
     """Offsets at which the blocks of a prompt of `size` bytes end; the last one is `size`.
 
-    Two cuts closer than an engine's block say nothing that one does not: of such two the first
-    stays, whichever it is, so equal prefixes keep equal cuts.
+    Of two cuts closer than MIN_BLOCK_BYTES the first stays, whichever it is, so equal prefixes
+    keep equal cuts.
     """
     ends: list[int] = []
     last = 0

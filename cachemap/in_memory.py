@@ -39,6 +39,7 @@ class InMemoryCacheMap:
         self._max_entries = max(1, max_bytes // ENTRY_BYTES)
         self._holders: dict[int, int] = {}
         self._workers: dict[str, _Holdings] = {}
+        self._share = self._max_entries  # entries that one worker may have
 
     def add_worker(self, worker: str, capacity_bytes: int) -> None:
         """Know `worker`, with room for `capacity_bytes` of prompt. Known before: resized only."""
@@ -52,12 +53,12 @@ class InMemoryCacheMap:
             used |= holdings.bit
         bit = ~used & (used + 1)  # the lowest bit nobody has
         self._workers[worker] = _Holdings(bit, capacity_bytes)
-        for holdings in self._workers.values():  # shares of the memory became smaller
-            self._evict(holdings)
+        self._share_out()
 
     def remove_worker(self, worker: str) -> None:
         self.clear(worker)
-        self._workers.pop(worker, None)
+        if self._workers.pop(worker, None) is not None:
+            self._share_out()
 
     def match(self, blocks: Blocks) -> dict[str, int]:
         """Leading bytes of the prompt that each worker holds; workers that hold none are absent."""
@@ -91,18 +92,19 @@ class InMemoryCacheMap:
         if holdings is None:
             return
         lru, bit, holders = holdings.blocks, holdings.bit, self._holders
-        hashes, ends = blocks.hashes, blocks.ends
+        ends = blocks.ends
         # From the tail to the head: the head ends up as the most recent, so the tail goes first.
-        for i in range(len(hashes) - 1, -1, -1):
-            block = hashes[i]
+        i = len(ends)
+        for block in reversed(blocks.hashes):
+            i -= 1
             if block in lru:
                 lru.move_to_end(block)
-            else:
-                size = ends[i] - ends[i - 1] if i else ends[0]
-                lru[block] = size
-                holdings.held_bytes += size
-                holders[block] = holders.get(block, 0) | bit
-        self._evict(holdings)
+                continue
+            lru[block] = size = ends[i] - ends[i - 1] if i else ends[0]
+            holdings.held_bytes += size
+            holders[block] = holders.get(block, 0) | bit
+        if holdings.held_bytes > holdings.capacity_bytes or len(lru) > self._share:
+            self._evict(holdings)
 
     def forget(self, worker: str, blocks: Blocks, held_bytes: int) -> None:
         """`worker` turned out to hold only the first `held_bytes`: drop its blocks behind them."""
@@ -134,17 +136,23 @@ class InMemoryCacheMap:
         """Estimate of the memory that the map occupies."""
         return ENTRY_BYTES * sum(len(holdings.blocks) for holdings in self._workers.values())
 
+    def _share_out(self) -> None:
+        self._share = self._max_entries // max(len(self._workers), 1)
+        for holdings in self._workers.values():
+            self._evict(holdings)
+
     def _evict(self, holdings: _Holdings) -> None:
-        share = self._max_entries // len(self._workers)
-        while holdings.blocks and (
-            holdings.held_bytes > holdings.capacity_bytes or len(holdings.blocks) > share
-        ):
-            self._drop(holdings, next(iter(holdings.blocks)))
+        lru, capacity_bytes, share = holdings.blocks, holdings.capacity_bytes, self._share
+        while lru and (holdings.held_bytes > capacity_bytes or len(lru) > share):
+            block, size = lru.popitem(last=False)
+            self._released(holdings, block, size)
 
     def _drop(self, holdings: _Holdings, block: int) -> None:
         size = holdings.blocks.pop(block, None)
-        if size is None:
-            return
+        if size is not None:
+            self._released(holdings, block, size)
+
+    def _released(self, holdings: _Holdings, block: int, size: int) -> None:
         holdings.held_bytes -= size
         rest = self._holders[block] & ~holdings.bit
         if rest:

@@ -96,7 +96,10 @@ def _chat(body: Mapping[str, Any], messages: list[Any], seed: int) -> Prompt:
 def _message(message: Any) -> bytes:
     if not isinstance(message, dict):
         return _any(message) + _MESSAGE_END
-    pieces = [_any(message.get("role", "")), _content(message.get("content"))]
+    role, content = message.get("role"), message.get("content")
+    if len(message) == 2 and isinstance(role, str) and isinstance(content, str):
+        return _text(f"{role}\x1f{content}\x1e")  # the same bytes, for the most common message
+    pieces = [_any("" if role is None else role), _content(content)]
     pieces += [_any(message[name]) for name in _MESSAGE_FIELDS if message.get(name)]
     return _FIELD.join(pieces) + _MESSAGE_END
 

@@ -265,7 +265,7 @@ class Dispatcher:
         self, call: Call, lease: Lease, params: bytes | None, headers: bytes
     ) -> None:
         exchange, outcome, worker = call.exchange, call.outcome, lease.placement.decode
-        relay = Relay(_StreamHead(call, lease))
+        relay = Relay(_StreamHead(call))
         connection, sent_s = await self._send_decode(call, lease, params, headers, relay)
         exchange.source = connection
         try:
@@ -412,16 +412,15 @@ class Dispatcher:
 class _StreamHead:
     """The relay's client: adds the route to the head of the stream, once it begins."""
 
-    __slots__ = ("_call", "_lease", "write")
+    __slots__ = ("_call", "write")
 
-    def __init__(self, call: Call, lease: Lease) -> None:
+    def __init__(self, call: Call) -> None:
         self._call = call
-        self._lease = lease
         self.write = call.exchange.write
 
-    def start_stream(self) -> None:
+    def start_stream(self, data: bytes) -> None:
         _add_route(self._call)
-        self._call.exchange.start_stream()
+        self._call.exchange.start_stream(data)
 
 
 def _request_id(exchange: Exchange) -> str:

@@ -3,8 +3,8 @@
 uvicorn's own protocol parses every request and serves all paths but the hot ones, which it hands to
 the ASGI application. A POST to a hot path becomes an `Exchange` instead: the body is collected, a
 task runs the handler, and what the handler writes goes to the socket without a message in between
-(docs/adr/0004-hot-endpoints-below-asgi.md has the measurements). The exchange owns the request: when the
-client goes, at whatever moment, the task is cancelled.
+(docs/adr/0004-hot-endpoints-below-asgi.md has the measurements). The exchange owns the request:
+when the client goes, at whatever moment, the task is cancelled.
 """
 
 from __future__ import annotations
@@ -27,6 +27,10 @@ _STATUS_LINES = {
     status.value: b"HTTP/1.1 %d %b\r\n" % (status.value, status.phrase.encode())
     for status in HTTPStatus
 }
+_STREAM_HEADERS = (
+    b"content-type: text/event-stream; charset=utf-8\r\n"
+    b"cache-control: no-cache\r\nx-accel-buffering: no\r\n"
+)
 
 
 class Source(Protocol):
@@ -143,28 +147,22 @@ class Exchange:
         if self.response_started or self.disconnected:
             return
         head = b"content-type: %b\r\ncontent-length: %d\r\n" % (content_type, len(body))
-        self._send_head(status, head)
-        self._edge.transport.write(body)
+        self._edge.transport.write(self._head(status, head) + body)
         self._finish()
 
-    def start_stream(self) -> None:
-        """Send the head of an event stream."""
+    def start_stream(self, data: bytes) -> None:
+        """Send the head of an event stream and its first piece."""
         if self.response_started or self.disconnected:
             return
         framing = b"transfer-encoding: chunked\r\n" if self.chunked else b""
         self.keep_alive = self.keep_alive and self.chunked
-        self._send_head(
-            200,
-            b"content-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\n"
-            b"x-accel-buffering: no\r\n" + framing,
-        )
+        head = self._head(200, _STREAM_HEADERS + framing)
+        self._edge.transport.write(head + self._framed(data))
 
     def write(self, data: bytes) -> None:
         """Send a piece of the stream, at once."""
         if not self.disconnected:
-            self._edge.transport.write(
-                b"%x\r\n%b\r\n" % (len(data), data) if self.chunked else data
-            )
+            self._edge.transport.write(self._framed(data))
 
     def end(self) -> None:
         """End the stream well."""
@@ -178,14 +176,15 @@ class Exchange:
         self.write(error_event(error))
         self.end()
 
-    def _send_head(self, status: int, head: bytes) -> None:
+    def _framed(self, data: bytes) -> bytes:
+        return b"%x\r\n%b\r\n" % (len(data), data) if self.chunked else data
+
+    def _head(self, status: int, headers: bytes) -> bytes:
         self.response_started = True
         close = b"" if self.keep_alive else b"connection: close\r\n"
         line = _STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
         default = self._edge.default_headers()
-        self._edge.transport.write(
-            b"".join((line, default, head, self.extra_headers, close, b"\r\n"))
-        )
+        return b"".join((line, default, headers, self.extra_headers, close, b"\r\n"))
 
     def _finish(self) -> None:
         if self.response_complete:

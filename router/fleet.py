@@ -138,8 +138,6 @@ class Fleet:
 
     async def acquire(self, job: Job) -> Lease:
         """A place for `job`, as soon as there is one. Raises what a client should hear."""
-        if not self.scheduler.servable():
-            raise NoWorkers(f"No worker of the model {self.name} can take calls at the moment.")
         try:
             lease = self.scheduler.submit(job, time.monotonic())
         except QueueFull:
@@ -149,6 +147,9 @@ class Fleet:
             ) from None
         if lease is not None:
             return lease
+        if not self.scheduler.servable():
+            self.scheduler.withdraw(job.id)
+            raise NoWorkers(f"No worker of the model {self.name} can take calls at the moment.")
         place: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
         self._waiting[job.id] = place
         try:
@@ -218,10 +219,10 @@ class Fleet:
             return
         before = self.reports.get(worker_id)
         self.reports[worker_id] = report
-        if before is not None and None not in (before.started_at, report.started_at):
-            if before.started_at != report.started_at:
-                worker.epoch += 1
-                self.cachemap.clear(worker_id)
+        started = {before.started_at if before else None, report.started_at} - {None}
+        if len(started) > 1:
+            worker.epoch += 1
+            self.cachemap.clear(worker_id)
         worker.up = report.ready
         worker.kv_usage = report.kv_usage
         worker.engine_running = report.engine_running or 0

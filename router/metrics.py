@@ -168,10 +168,11 @@ class _ModelSeries:
     def count_tokens(self, outcome: Outcome) -> None:
         self.prompt_tokens += outcome.prompt_tokens
         self.output_tokens += outcome.output_tokens
-        self.available_tokens += outcome.available_tokens
-        self.captured_tokens += outcome.captured_tokens
-        self.predicted_tokens += outcome.predicted_tokens
+        # The four counts are compared with each other, so they are over the same calls.
         if outcome.delivered_tokens is not None:
+            self.available_tokens += outcome.available_tokens
+            self.captured_tokens += outcome.captured_tokens
+            self.predicted_tokens += outcome.predicted_tokens
             self.delivered_tokens += outcome.delivered_tokens
             self.reported_prompt_tokens += outcome.prompt_tokens
 

@@ -27,7 +27,7 @@ _DONE = b"data: [DONE]"
 class Client(Protocol):
     """The client's side of a stream."""
 
-    def start_stream(self) -> None: ...
+    def start_stream(self, data: bytes) -> None: ...
 
     def write(self, data: bytes) -> None: ...
 
@@ -114,8 +114,7 @@ class Relay:
         elif (content or len(self._held) > _HELD_BYTES) and not self.started.done():
             self._flowing = True
             self.first_content_s = time.perf_counter()
-            self._client.start_stream()
-            self._client.write(self._held)
+            self._client.start_stream(self._held)
             self._note(self._held)
             self._held = b""
             self.started.set_result(True)

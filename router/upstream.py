@@ -179,7 +179,7 @@ class Connection(asyncio.Protocol):
 
     def send(self, head: bytes, body: bytes, receiver: Receiver) -> None:
         """Start a request."""
-        assert self._transport is not None and self._receiver is None
+        assert self._transport is not None
         self._reset()
         self._receiver = receiver
         self._owner.watch(self)

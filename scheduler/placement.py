@@ -25,19 +25,13 @@ DISPLACEMENT = 1.0
 BALANCE = 0.1
 
 
-class Candidate(NamedTuple):
-    """One half of a plan, or a whole one on a decode worker alone, with its price in ms.
+# One half of a plan, or a whole one on a decode worker alone: price in ms, the worker's last
+# placement, the worker, and the price's parts: (wait, compute, spread) of a prefill half,
+# (transfer, growth) of a decode half, (compute, growth) of a decode worker alone. A plain tuple,
+# as one is made for every worker and call.
+Candidate = tuple[float, int, WorkerState, tuple[float, ...]]
 
-    `parts` sum up to the price: (wait, compute, spread) of a prefill half, (transfer, growth) of a
-    decode half, (compute, growth) of a decode worker alone.
-    """
-
-    price: float
-    last_placed: int  # decides between equals: the one longest without work is first
-    worker: WorkerState
-    parts: tuple[float, ...]
-
-
+# Among equals the worker longest without work is first.
 _ORDER = itemgetter(0, 1)
 
 
@@ -66,36 +60,35 @@ def place(
 
     `room_tokens` maps a worker to the prompt tokens its cache takes in without evicting.
     """
-    up = [worker for worker in workers if worker.up]
-    decoders = _decoders(job, up)
+    decoders = _decoders(job, workers)
     if not decoders:
         return None
-    prefillers = [] if job.decode_only else _prefillers(job, up)
+    prefillers = [] if job.decode_only else _prefillers(job, workers)
     first = _price_prefill(job, prefillers, prices, room_tokens, now_s)
     second, alone = _price_decode(job, decoders, prices)
     candidates = (first, second, alone)
-    best_alone = min(alone, key=_ORDER)
+    price, _, decode, _ = min(alone, key=_ORDER)
     if first:
-        prefill, decode = min(first, key=_ORDER), min(second, key=_ORDER)
-        pair_price = prefill.price + decode.price
+        prefill_price, _, prefill, _ = min(first, key=_ORDER)
+        decode_price, _, behind, _ = min(second, key=_ORDER)
         # A worker of both roles needs no handoff to itself.
-        if pair_price <= best_alone.price and prefill.worker is not decode.worker:
-            cached = job.cached_tokens(prefill.worker.id)
-            return Placement(prefill.worker, decode.worker, pair_price, cached, candidates)
-    worker = best_alone.worker
-    cached = job.cached_tokens(worker.id)
-    return Placement(None, worker, best_alone.price, cached, candidates)
+        if prefill_price + decode_price <= price and prefill is not behind:
+            cached = job.cached_tokens(prefill.id)
+            return Placement(prefill, behind, prefill_price + decode_price, cached, candidates)
+    return Placement(None, decode, price, job.cached_tokens(decode.id), candidates)
 
 
-def _decoders(job: Job, up: Sequence[WorkerState]) -> list[WorkerState]:
-    room = [worker for worker in up if worker.can_decode and has_room(job, worker)]
+def _decoders(job: Job, workers: Sequence[WorkerState]) -> list[WorkerState]:
+    room = [w for w in workers if w.up and w.role != "prefill" and has_room(job, w)]
+    if not job.excluded:
+        return room
     # A decode worker that failed this call is better than none: what failed may have been the KV.
     return [worker for worker in room if worker.id not in job.excluded] or room
 
 
-def _prefillers(job: Job, up: Sequence[WorkerState]) -> list[WorkerState]:
+def _prefillers(job: Job, workers: Sequence[WorkerState]) -> list[WorkerState]:
     # Where all failed, decoding alone serves the call.
-    return [worker for worker in up if worker.can_prefill and worker.id not in job.excluded]
+    return [w for w in workers if w.up and w.role != "decode" and w.id not in job.excluded]
 
 
 def has_room(job: Job, worker: WorkerState) -> bool:
@@ -123,18 +116,21 @@ def _price_prefill(
 ) -> list[Candidate]:
     if not workers:
         return []
+    prompt_tokens, held = job.prompt_tokens, job.held_tokens
     mean_recent = sum([worker.recent_prefill_tokens for worker in workers]) / len(workers)
-    candidates = []
+    candidates: list[Candidate] = []
     for worker in workers:
-        cached = job.cached_tokens(worker.id)
-        uncached = job.prompt_tokens - cached
-        wait = prefill_wait_ms(worker, now_s)
+        cached = min(held.get(worker.id, 0), prompt_tokens - 1) if held else 0
+        uncached = prompt_tokens - cached
+        wait = prefill_wait_ms(worker, now_s) if worker.prefill_jobs else 0.0
         compute = CONGESTION * prices.prefill(uncached, cached)
-        surplus = BALANCE * (worker.recent_prefill_tokens - mean_recent)
-        displaced = DISPLACEMENT * max(uncached - room_tokens.get(worker.id, uncached), 0)
-        spread = prices.prefill_b * (surplus + displaced)
+        tokens = BALANCE * (worker.recent_prefill_tokens - mean_recent)
+        displaced = uncached - room_tokens.get(worker.id, uncached)
+        if displaced > 0:
+            tokens += DISPLACEMENT * displaced
+        spread = prices.prefill_b * tokens
         price = wait + compute + spread
-        candidates.append(Candidate(price, worker.last_placed, worker, (wait, compute, spread)))
+        candidates.append((price, worker.last_placed, worker, (wait, compute, spread)))
     return candidates
 
 
@@ -146,19 +142,20 @@ def _price_decode(
     Growth is what the call's output costs there: its own steps, and the time that its tokens and
     its context add to the steps of every call that decodes beside it.
     """
-    behind, alone = [], []
+    behind: list[Candidate] = []
+    alone: list[Candidate] = []
+    prompt_tokens, held = job.prompt_tokens, job.held_tokens
     output = job.expected_output_tokens
-    own_context = job.prompt_tokens + output // 2
+    own_context = prompt_tokens + output // 2
+    own_effect = prices.decode_b + prices.decode_d * own_context
     for worker in workers:
-        cached = job.cached_tokens(worker.id)
-        uncached = job.prompt_tokens - cached
-        calls, context = worker.decode_jobs, worker.decode_work_tokens
-        own_step = prices.decode_step(calls + 1, context + own_context)
-        others = calls * (prices.decode_b + prices.decode_d * own_context)
-        growth = output * (own_step + others) / worker.weight
+        cached = min(held.get(worker.id, 0), prompt_tokens - 1) if held else 0
+        uncached = prompt_tokens - cached
+        calls, placed = worker.decode_jobs, worker.last_placed
+        step = prices.decode_step(calls, worker.decode_work_tokens)
+        growth = output * (step + own_effect * (calls + 1)) / worker.weight
         transfer = prices.transfer(uncached)
         compute = CONGESTION * prices.prefill(uncached, cached) * prices.interference(calls)
-        placed = worker.last_placed
-        behind.append(Candidate(transfer + growth, placed, worker, (transfer, growth)))
-        alone.append(Candidate(compute + growth, placed, worker, (compute, growth)))
+        behind.append((transfer + growth, placed, worker, (transfer, growth)))
+        alone.append((compute + growth, placed, worker, (compute, growth)))
     return behind, alone

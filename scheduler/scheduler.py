@@ -50,6 +50,7 @@ class Scheduler:
         self._max_waiting = max_waiting
         self._waiting: deque[Job] = deque()
         self._placed = 0
+        self._listed: list[WorkerState] = []
 
     @property
     def depth(self) -> int:
@@ -58,15 +59,17 @@ class Scheduler:
 
     def add_worker(self, worker: WorkerState) -> None:
         self.workers[worker.id] = worker
+        self._listed = list(self.workers.values())
 
     def remove_worker(self, worker_id: str) -> None:
         """Forget a worker. Leases on it stay valid and release what they hold."""
         self.workers.pop(worker_id, None)
+        self._listed = list(self.workers.values())
         self.room_tokens.pop(worker_id, None)
 
     def servable(self) -> bool:
         """Whether any worker that is up could ever take a job."""
-        return any(worker.up and worker.can_decode for worker in self.workers.values())
+        return any(worker.up and worker.can_decode for worker in self._listed)
 
     def submit(self, job: Job, now_s: float) -> Lease | None:
         """Place `job` at once, or let it wait (None).
@@ -124,7 +127,7 @@ class Scheduler:
             prefill.running -= 1
 
     def _place(self, job: Job, now_s: float) -> Lease | None:
-        placement = place(job, list(self.workers.values()), self._prices, self.room_tokens, now_s)
+        placement = place(job, self._listed, self._prices, self.room_tokens, now_s)
         if placement is None:
             return None
         return self._open(job, placement, now_s)
@@ -159,7 +162,7 @@ class Scheduler:
         return lease
 
     def _remember(self, prefill: WorkerState, tokens: int) -> None:
-        stage = [worker for worker in self.workers.values() if worker.can_prefill]
+        stage = [worker for worker in self._listed if worker.role != "decode"]
         fade = 0.5 ** (tokens / (RECENT_WORK_TOKENS * max(len(stage), 1)))
         for worker in stage:
             worker.recent_prefill_tokens *= fade
