@@ -785,8 +785,8 @@ class Engine:
         wrong = [block for block in blocks if block in self.blocks.corrupt]
         key = 0
         for block in wrong:
-            key = mix(key + self.blocks.content[block])
-        return key
+            key = mix(key + self.blocks.content[block] + 1)
+        return key or (1 if wrong else 0)
 
     def _true_identity(self, sequence: Sequence) -> int:
         key = self._wrongness(sequence.blocks)

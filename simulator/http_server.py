@@ -136,6 +136,10 @@ class Exchange:
         if last:
             self._finish()
 
+    def close_after(self) -> None:
+        """The connection ends with this response, and the response says so."""
+        self._last = True
+
     def cut(self) -> None:
         """Drop the connection where it is."""
         self.done = True

@@ -625,7 +625,7 @@ class Stream:
             "model": call.model,
         }
         special = call.logprobs is not None or call.return_token_ids or call.tool is not None
-        self._plain = not special and not call.continuous_usage
+        self._plain = not special and not call.continuous_usage and not call.echo
         self._after = (
             b'"},"logprobs":null,"finish_reason":null,"token_ids":null}]}\n\n'
             if chat

@@ -155,22 +155,20 @@ class Worker:
         self._calls.clear()
         self.engine.kill()
         for connection in list(self.connections):
-            if connection is spare:
-                connection.close()
-            else:
+            if connection is not spare:
                 connection.abort()
 
     async def restart(self, exchange: Exchange | None = None) -> None:
         """A new process on the same port: new engine id, empty cache, no faults."""
-        if exchange is not None:
-            exchange.reply(200, b"{}")
         self._die(exchange.connection if exchange is not None else None)
         self.faults = Faults()
         self._boot()
         await self._listen()
+        if exchange is not None:
+            self._last_words(exchange, b"{}")
 
     async def set_faults(self, faults: Faults, exchange: Exchange | None = None) -> None:
-        """Replace the faults. `exchange` asked for it and is answered before anything breaks."""
+        """Replace the faults. `exchange` asked for it and is answered once they hold."""
         before, self.faults = self.faults, faults
         self.engine.pace = faults.pace
         if self._fault_timer is not None:
@@ -180,15 +178,23 @@ class Worker:
             self._fault_timer = self._loop.call_later(faults.for_s, self._end_faults)
         if before.die and not faults.die:
             self._boot()
-        if exchange is not None:
-            exchange.reply(200, orjson.dumps(faults.as_json()))
         if faults.die:
             self._die(exchange.connection if exchange is not None else None)
         elif faults.refuse:
             self._stop_listening()
         else:
             await self._listen()
+        if exchange is not None and faults.die:
+            self._last_words(exchange, orjson.dumps(faults.as_json()))
+        elif exchange is not None:
+            exchange.reply(200, orjson.dumps(faults.as_json()))
         self.pump()
+
+    def _last_words(self, exchange: Exchange, body: bytes) -> None:
+        """Answer; a connection of this worker then goes the way of the others."""
+        if exchange.connection in self.connections:
+            exchange.close_after()
+        exchange.reply(200, body)
 
     def _end_faults(self) -> None:
         self._background(self.set_faults(Faults()))

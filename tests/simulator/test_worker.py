@@ -1,0 +1,468 @@
+"""A worker over HTTP: handoff, clients that leave, faults, restarts."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from dataclasses import replace
+
+import httpx
+import pytest
+
+from simulator.profile import load
+from tests.simulator.recordings import events
+
+CHAT = {"model": "tiny", "max_tokens": 12, "messages": [{"role": "user", "content": "Who? " * 80}]}
+PATH = "/v1/chat/completions"
+
+
+def eventually(check, seconds=5.0):
+    """Wait until `check` holds; the time it took."""
+    start = time.monotonic()
+    while not check():
+        assert time.monotonic() - start < seconds, "did not come about"
+        time.sleep(0.005)
+    return time.monotonic() - start
+
+
+def leg1(served, body=CHAT, at=0):
+    reply = served.post(
+        PATH, body | {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}, at
+    )
+    assert reply.status_code == 200, reply.text
+    return reply.json()["kv_transfer_params"]
+
+
+def content(reply):
+    assert reply.status_code == 200, reply.text
+    return reply.json()["choices"][0]["message"]["content"]
+
+
+def raw_request(served, body, at=0):
+    """A connection with a request on its way."""
+    worker = served.workers[at]
+    data = json.dumps(body).encode()
+    connection = socket.create_connection((worker.config.host, worker.port))
+    head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n"
+    connection.sendall(head.encode() + data)
+    return connection
+
+
+# -- handoff ------------------------------------------------------------------------------------
+
+
+def test_two_legs_say_what_one_worker_says_and_pass_on_its_hits(serve):
+    served = serve("prefill", "decode", "both")
+    plain = content(served.post(PATH, CHAT, 2))
+    for turn in range(2):
+        params = leg1(served)
+        assert served.state(0)["pinned_requests"] == 1
+        reply = served.post(PATH, CHAT | {"kv_transfer_params": params}, 1)
+        assert content(reply) == plain
+        usage = reply.json()["usage"]["prompt_tokens_details"]
+        assert usage["cached_tokens"] == params["remote_prefill_cached_tokens"]
+        assert (usage["cached_tokens"] > 0) == (turn > 0)
+        eventually(lambda: served.state(0)["pinned_requests"] == 0)
+    assert served.state(1)["computed_tokens_total"] == 2
+    assert "vllm:external_prefix_cache_hits_total" in served.get("/metrics", 1).text
+
+
+def test_a_stream_over_two_legs(serve):
+    served = serve("prefill", "decode")
+    plain = content(served.post(PATH, CHAT))
+    body = CHAT | {"stream": True, "kv_transfer_params": leg1(served)}
+    found = events(served.post(PATH, body, 1).text)
+    assert "".join(e["choices"][0]["delta"].get("content", "") for e in found[:-1]) == plain
+    assert all("kv_transfer_params" not in e for e in found[:-1])
+
+
+def test_a_streamed_first_leg_carries_the_parameters_at_its_end(serve):
+    served = serve("prefill")
+    body = CHAT | {
+        "max_tokens": 1,
+        "stream": True,
+        "kv_transfer_params": {"do_remote_decode": True},
+    }
+    found = events(served.post(PATH, body).text)
+    assert found[-2]["kv_transfer_params"]["do_remote_prefill"] is True
+
+
+def test_a_lease_runs_out_in_the_workers_own_time(serve):
+    served = serve("prefill", speed=100.0, lease_s=30.0)
+    leg1(served)
+    took = eventually(lambda: served.state()["pinned_requests"] == 0)
+    assert 0.2 < took < 2
+    assert served.state()["expired_total"] == 1
+    assert "vllm:nixl_num_kv_expired_reqs_total" in served.get("/metrics").text
+
+
+def test_an_expired_claim_on_reused_blocks_is_a_wrong_text_with_status_200(serve):
+    limits = {"capacity_tokens": 1024, "max_model_len": 1024}
+    served = serve("prefill", "decode", lease_s=1.0, limits=limits)
+    params = leg1(served)
+    eventually(lambda: served.state()["pinned_requests"] == 0)
+    for kind in range(3):
+        other = {"model": "tiny", "prompt": [kind + 1] * 900, "max_tokens": 1}
+        assert served.post("/v1/completions", other).status_code == 200
+    wrong = content(served.post(PATH, CHAT | {"kv_transfer_params": params}, 1))
+    assert wrong != content(served.post(PATH, CHAT, 0))
+
+
+def test_params_of_another_prompt_are_a_wrong_text(serve):
+    served = serve("prefill", "decode")
+    other = CHAT | {"messages": [{"role": "user", "content": "What? " * 80}]}
+    reply = served.post(PATH, CHAT | {"kv_transfer_params": leg1(served, other)}, 1)
+    assert content(reply) != content(served.post(PATH, CHAT, 0))
+
+
+def test_a_restarted_prefill_worker_is_unknown(serve):
+    served = serve("prefill", "decode")
+    params = leg1(served)
+    assert served.client.post(served.url() + "/sim/restart").status_code == 200
+    eventually(lambda: served.state()["engine_id"] != params["remote_engine_id"])
+    reply = served.post(PATH, CHAT | {"kv_transfer_params": params}, 1)
+    assert (reply.status_code, reply.json()["error"]["type"]) == (500, "InternalServerError")
+    assert content(served.post(PATH, CHAT | {"kv_transfer_params": leg1(served)}, 1))
+
+
+def test_recompute_policy_answers_all_the_same(serve):
+    served = serve("prefill", "decode", recompute_failed_loads=True)
+    plain = content(served.post(PATH, CHAT))
+    params = leg1(served)
+    served.faults(0, die=True)
+    assert content(served.post(PATH, CHAT | {"kv_transfer_params": params}, 1)) == plain
+
+
+def test_a_refused_decode_leg_frees_the_prefill_worker(serve):
+    served = serve("prefill", "decode", speed=1.0)
+    params = leg1(served)
+    body = CHAT | {"max_tokens": 0, "kv_transfer_params": params}
+    assert served.post(PATH, body, 1).status_code == 400
+    eventually(lambda: served.state(0)["pinned_requests"] == 0, 2)
+    assert served.state(0)["expired_total"] == 0
+
+
+def test_a_claim_of_the_clients_own_making_hangs_and_kills_the_engine(serve):
+    served = serve("decode")
+    body = CHAT | {"kv_transfer_params": {"do_remote_prefill": True, "remote_block_ids": [[1, 2]]}}
+    connection = raw_request(served, body)
+    eventually(lambda: served.state()["pulling"] == 1)
+    connection.settimeout(0.1)
+    with pytest.raises(TimeoutError):
+        connection.recv(1)
+    connection.close()
+    eventually(lambda: served.get("/health").status_code == 503)
+    assert served.post(PATH, CHAT).status_code == 500
+    served.client.post(served.url() + "/sim/restart")
+    eventually(lambda: served.get("/health").status_code == 200)
+
+
+# -- clients that leave -------------------------------------------------------------------------
+
+
+def leave_closed(connection):
+    connection.close()
+
+
+def leave_half_closed(connection):
+    connection.shutdown(socket.SHUT_WR)
+
+
+def leave_reset(connection):
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    connection.close()
+
+
+LEAVES = [leave_closed, leave_half_closed, leave_reset]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("leave", LEAVES)
+def test_leaving_during_decode_aborts(serve, leave, stream):
+    served = serve("both", speed=1.0)
+    connection = raw_request(served, CHAT | {"max_tokens": 2000, "stream": stream})
+    eventually(lambda: served.state()["output_tokens_total"] > 2)
+    leave(connection)
+    assert eventually(lambda: served.state()["running"] == 0) < 0.5
+    state = served.state()
+    assert (state["aborted_total"], state["kv_used_tokens"]) == (1, 0)
+    connection.close()
+
+
+@pytest.mark.parametrize("leave", LEAVES)
+def test_leaving_during_prefill_or_while_waiting_aborts(serve, leave):
+    served = serve("both", speed=0.1, limits={"max_running": 1})
+    long = CHAT | {"messages": [{"role": "user", "content": "long " * 20_000}]}
+    connections = [raw_request(served, long), raw_request(served, CHAT)]
+    eventually(lambda: served.state()["prefilling"] == 1 and served.state()["waiting"] == 1)
+    for connection in reversed(connections):
+        leave(connection)
+    eventually(lambda: (served.state()["running"], served.state()["waiting"]) == (0, 0), 1)
+    state = served.state()
+    assert (state["aborted_total"], state["kv_used_tokens"]) == (2, 0)
+    for connection in connections:
+        connection.close()
+
+
+@pytest.mark.parametrize("leave", LEAVES)
+def test_leaving_during_the_transfer_frees_both_workers(serve, leave):
+    served = serve("prefill", "decode", speed=1.0)
+    params = leg1(served)
+    served.faults(0, stall=True)
+    connection = raw_request(served, CHAT | {"kv_transfer_params": params}, 1)
+    eventually(lambda: served.state(1)["pulling"] == 1)
+    served.faults(0)
+    leave(connection)
+    eventually(lambda: served.state(1)["pulling"] == 0, 1)
+    eventually(lambda: served.state(0)["pinned_requests"] == 0, 1)
+    assert served.state(0)["expired_total"] == 0
+    assert served.state(1)["kv_used_tokens"] == 0
+    connection.close()
+
+
+# -- faults -------------------------------------------------------------------------------------
+
+
+def test_slow_and_throttled_workers_take_longer(serve):
+    served = serve("both", speed=20.0)
+    body = CHAT | {"max_tokens": 200}
+
+    def seconds():
+        start = time.monotonic()
+        content(served.post(PATH, body))
+        return time.monotonic() - start
+
+    normal = min(seconds() for _ in range(3))
+    served.faults(slow=5)
+    assert seconds() > 3 * normal
+    served.faults(throttle=0.2)
+    assert seconds() > 3 * normal
+    served.faults()
+    assert min(seconds() for _ in range(3)) < 3 * normal
+
+
+def test_stall_accepts_and_never_answers(serve):
+    served = serve("both")
+    served.faults(stall=True)
+    assert served.get("/health").status_code == 200
+    with pytest.raises(httpx.ReadTimeout):
+        served.post(PATH, CHAT, timeout=0.2)
+    served.faults(stall="all")
+    with pytest.raises(httpx.ReadTimeout):
+        served.client.get(served.url() + "/health", timeout=0.2)
+    served.faults()
+    assert served.get("/health").status_code == 200
+
+
+def test_dead_worker_refuses_and_comes_back_new(serve):
+    served = serve("both", "both")
+    before = served.state()
+    connection = raw_request(served, CHAT | {"max_tokens": 20_000, "stream": True})
+    eventually(lambda: served.state()["running"] == 1)
+    reply = served.client.put(served.url() + "/sim/faults", json={"die": True})
+    assert reply.json()["die"] is True
+    while connection.recv(65536):
+        pass
+    connection.close()
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(served.url() + "/health")
+    assert served.get("/health", 1).status_code == 200
+    served.faults(0)
+    after = served.state()
+    assert after["engine_id"] != before["engine_id"]
+    assert after["started_at_s"] > before["started_at_s"]
+    assert (after["requests_total"], after["kv_used_tokens"]) == (0, 0)
+    assert content(served.post(PATH, CHAT))
+
+
+def test_a_fault_for_some_time(serve):
+    served = serve("both")
+    served.faults(die=True, for_s=0.3)
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(served.url() + "/health")
+
+    def back():
+        try:
+            return httpx.get(served.url() + "/health").status_code == 200
+        except httpx.ConnectError:
+            return False
+
+    assert 0.1 < eventually(back) < 2
+
+
+def test_refuse_keeps_open_connections(serve):
+    served = serve("both")
+    assert served.get("/health").status_code == 200
+    served.faults(refuse=True)
+    assert served.get("/health").status_code == 200
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(served.url() + "/health")
+    served.faults()
+    assert httpx.get(served.url() + "/health").status_code == 200
+
+
+def test_a_fraction_of_server_errors(serve):
+    served = serve("both")
+    served.faults(error_5xx=0.25, error_status=503)
+    codes = [served.post(PATH, CHAT).status_code for _ in range(40)]
+    assert codes.count(503) == 10
+    assert codes.count(200) == 30
+
+
+def test_dropped_transfers_fail_the_second_leg(serve):
+    served = serve("prefill", "decode")
+    for at in (0, 1):
+        served.faults(at, drop_transfer=True)
+        params = leg1(served)
+        assert served.post(PATH, CHAT | {"kv_transfer_params": params}, 1).status_code == 500
+        served.faults(at)
+    assert served.state(1)["transfer_failures_total"] == 2
+
+
+def test_a_wrong_lease_is_a_wrong_text(serve):
+    served = serve("prefill", "decode")
+    served.faults(0, wrong_lease=True)
+    wrong = content(served.post(PATH, CHAT | {"kv_transfer_params": leg1(served)}, 1))
+    served.faults(0)
+    assert wrong != content(served.post(PATH, CHAT, 0))
+
+
+def test_transfers_fail_beyond_a_number_at_once(serve):
+    fitted = load("h200-llama8b")
+    slow_link = replace(fitted, transfer=replace(fitted.transfer, latency_s=0.3, handshake_s=0))
+    served = serve("prefill", "decode", speed=1.0, profile=slow_link)
+    served.faults(1, transfer_limit=2)
+    bodies = [{"model": "tiny", "prompt": [i + 1] * 50, "max_tokens": 1} for i in range(6)]
+    claims = []
+    for body in bodies:
+        leg = body | {"kv_transfer_params": {"do_remote_decode": True}}
+        claims.append(served.post("/v1/completions", leg).json()["kv_transfer_params"])
+    codes = []
+
+    def send(body, params):
+        body = body | {"kv_transfer_params": params}
+        codes.append(httpx.post(served.url(1) + "/v1/completions", json=body).status_code)
+
+    threads = [
+        threading.Thread(target=send, args=pair) for pair in zip(bodies, claims, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(codes) == [200, 200, 500, 500, 500, 500]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_can_fail_on_its_way(serve, stream):
+    served = serve("both")
+    served.faults(error_after_tokens=5)
+    reply = served.post(PATH, CHAT | {"stream": stream})
+    if stream:
+        found = events(reply.text)
+        assert len(found) == 1 + 5 + 2
+        assert found[-2]["error"]["code"] == 500
+    else:
+        assert reply.status_code == 500
+    eventually(lambda: served.state()["running"] == 0)
+
+
+def test_an_answer_can_be_cut_or_go_silent(serve):
+    served = serve("both")
+    served.faults(cut_after_tokens=5)
+    with pytest.raises(httpx.RemoteProtocolError):
+        served.post(PATH, CHAT | {"stream": True})
+    served.faults(freeze_after_tokens=5)
+    got = []
+    with (
+        pytest.raises(httpx.ReadTimeout),
+        served.client.stream(
+            "POST", served.url() + PATH, json=CHAT | {"stream": True}, timeout=0.3
+        ) as reply,
+    ):
+        got.extend(reply.iter_text())
+    assert len(events("".join(got))) == 1 + 5
+
+
+def test_the_host_header_can_be_checked(serve):
+    served = serve("both")
+    served.faults(host_check=True)
+    assert served.post(PATH, CHAT).status_code == 200
+    assert served.post(PATH, CHAT, headers={"host": "router.example"}).status_code == 421
+    assert served.get("/health").status_code == 200
+
+
+def test_bad_faults_are_explained(serve):
+    served = serve("both")
+    for body, said in (({"slow": 0}, "above 0"), ({"melt": True}, "unknown"), ({"die": 1}, "die")):
+        reply = served.client.put(served.url() + "/sim/faults", json=body)
+        assert reply.status_code == 400
+        assert said in reply.json()["detail"]
+    assert served.client.get(served.url() + "/sim/faults").json()["slow"] == 1
+
+
+# -- the rest -----------------------------------------------------------------------------------
+
+
+def test_an_api_key_is_asked_for(serve):
+    served = serve("both", api_key="secret")
+    refused = served.post(PATH, CHAT)
+    assert (refused.status_code, refused.json()) == (401, {"error": "Unauthorized"})
+    assert served.get("/health").status_code == 200
+    allowed = served.post(PATH, CHAT, headers={"authorization": "Bearer secret"})
+    assert allowed.status_code == 200
+
+
+def test_requests_can_be_recorded(serve):
+    served = serve("both")
+    served.post(PATH, CHAT)
+    assert served.state()["received"] == []
+    served.client.put(served.url() + "/sim/record", json={"last": 2})
+    for i in range(3):
+        served.post(PATH, CHAT | {"user": f"u{i}"}, headers={"x-request-id": f"r{i}"})
+    received = served.state()["received"]
+    assert [item["headers"]["x-request-id"] for item in received] == ["r1", "r2"]
+    assert json.loads(received[1]["body"])["user"] == "u2"
+
+
+def test_reset_starts_counting_anew(serve):
+    served = serve("both")
+    served.post(PATH, CHAT)
+    engine_id = served.state()["engine_id"]
+    assert served.client.post(served.url() + "/sim/reset").status_code == 200
+    state = served.state()
+    assert (state["requests_total"], state["kv_cached_tokens"]) == (0, 0)
+    assert state["engine_id"] == engine_id
+    reply = served.post(PATH, CHAT).json()
+    assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_the_prefix_cache_can_be_reset(serve):
+    served = serve("both")
+    served.post(PATH, CHAT)
+    assert served.post("/reset_prefix_cache", {}).json() == {"success": True}
+    reply = served.post(PATH, CHAT).json()
+    assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_load_counts_calls(serve):
+    served = serve("both", speed=1.0)
+    connection = raw_request(served, CHAT | {"max_tokens": 2000})
+    eventually(lambda: served.get("/load").json()["server_load"] == 1)
+    connection.close()
+    eventually(lambda: served.get("/load").json()["server_load"] == 0)
+
+
+def test_a_slow_reader_gets_everything_and_holds_up_nobody(serve):
+    served = serve("both", speed=1000.0)
+    body = CHAT | {"max_tokens": 30_000, "stream": True}
+    connection = raw_request(served, body)
+    eventually(lambda: served.state()["output_tokens_total"] >= 30_000, 20)
+    assert content(served.post(PATH, CHAT))
+    data = b""
+    while not data.endswith(b"0\r\n\r\n"):
+        data += connection.recv(1 << 20)
+    connection.close()
+    assert data.count(b'"content":"') == 30_001
