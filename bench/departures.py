@@ -119,14 +119,17 @@ class Cut:
     delay_s: float
 
 
-def cut(dice: random.Random, number: int, model: str, longest_s: float) -> Cut:
-    """A random one; prompts are unique, so that every prefill is work."""
-    words = dice.choice((100, 1500, 6000))
+def cut(dice: random.Random, number: int, model: str, longest_s: float, *, heavy: bool) -> Cut:
+    """A random one; prompts are unique, so that every prefill is work.
+
+    A heavy one asks for much KV, so that a few of them fill a decode worker.
+    """
+    words = 6000 if heavy else dice.choice((100, 1500, 6000))
     text = f"{number} " + " ".join(f"{dice.randrange(1 << 16):04x}" for _ in range(words))
     body: JSON = {
         "model": model,
         "messages": [{"role": "user", "content": text}],
-        "max_tokens": dice.choice((50, 2000)),
+        "max_tokens": 2000 if heavy else dice.choice((50, 2000)),
         "stream": dice.random() < 0.7,
     }
     # Half of the cuts come early, where the phases before the first token are.

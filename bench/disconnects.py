@@ -89,7 +89,7 @@ class Bench:
 
     def _group_size(self) -> int:
         """Mostly one; now and then so many at once that some have to wait for room."""
-        return 1 if self._dice.random() < 0.9 else self._dice.randint(8, 16)
+        return 1 if self._dice.random() < 0.95 else self._dice.randint(12, 20)
 
     def _note_process(self) -> None:
         pid = self._cluster.pids["router"]
@@ -99,7 +99,7 @@ class Bench:
     async def _group(self, size: int) -> None:
         first = self.tally.cuts
         cuts = [
-            cut(self._dice, first + i, MODEL, self._options.longest_s * (1 + size / 8))
+            cut(self._dice, first + i, MODEL, self._options.longest_s, heavy=size > 1)
             for i in range(size)
         ]
         leavers = [self._leaver(one) for one in cuts]

@@ -59,11 +59,11 @@ def demand(rows: Sequence[Row], prices: Prices, workers: int, capacity_tokens: i
     return Demand(prefill_ms / 1000, decode_ms / 1000)
 
 
-def wall_s(rows: Sequence[Row]) -> float:
-    """How long this machine should take over the rows."""
+def wall_s(rows: Sequence[Row], longest_s: float = LONGEST_S) -> float:
+    """How long this machine should take over the rows, at most `longest_s`."""
     total_bytes = BYTES_PER_TOKEN * sum(row.input_tokens for row in rows)
     need_s = SECONDS_PER_CALL * len(rows) + total_bytes / BYTES_PER_SECOND
-    return min(LONGEST_S, max(SHORTEST_S, need_s))
+    return min(longest_s, max(SHORTEST_S, need_s))
 
 
 def choose(span_s: float, wanted_s: float, needed: Demand, workers: int) -> Pace:

@@ -48,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--workers", default="2,4", help="prefill workers, and as many decode workers, per run")
     add("--speed", default="auto", help="simulated seconds per second; with --url: of arrivals")
     add("--load", default="auto", help="trace seconds per simulated second")
+    add("--longest-s", type=float, default=pace.LONGEST_S, help="wall clock that auto aims at")
     add("--profile", default="b300-tp4", choices=sorted(PROFILES), help="cost of the workers")
     add("--capacity-tokens", type=int, default=CAPACITY_TOKENS, help="KV cache of each worker")
     add("--window", type=int, default=WINDOW_TOKENS, help="of the workers; longer rows drop out")
@@ -151,7 +152,7 @@ def _pace(
     auto_speed, auto_load = options.speed == "auto", options.load == "auto"
     if options.url is not None:
         return pace.Pace(1.0 if auto_speed else float(options.speed), 1.0)
-    best = pace.choose(span_s, pace.wall_s(rows), needed, workers)
+    best = pace.choose(span_s, pace.wall_s(rows, options.longest_s), needed, workers)
     if auto_speed and auto_load:
         return best
     if auto_speed:

@@ -75,7 +75,8 @@ def figures(run: Run) -> JSON:
         "hit_ratio": hit_rate / pooled.hit_rate if pooled.hit_tokens else None,
         "computed_tokens": dict(run.computed),
         "busiest_over_mean": busiest_over_mean(list(run.computed.values())),
-        "plans": dict(Counter("pd" if call.prefill else "decode" for call in good)),
+        "plans": dict(Counter(_plan(call) for call in good)),
+        "hit_rate_by_plan": _hit_rate_by_plan(good),
         **_latency(good, run.pace.speed),
         **_router(run, good, cached, prompt),
         **_goodput(run, good),
@@ -84,6 +85,18 @@ def figures(run: Run) -> JSON:
         "saturated": run.cpu.saturated(),
         "disturbed": run.cpu.mean_machine() > BUSY_MACHINE,
     }
+
+
+def _plan(call: Call) -> str:
+    return "pd" if call.prefill else "decode"
+
+
+def _hit_rate_by_plan(good: Sequence[Call]) -> dict[str, float]:
+    prompt, cached = Counter[str](), Counter[str]()
+    for call in good:
+        prompt[_plan(call)] += call.prompt_tokens
+        cached[_plan(call)] += call.cached_tokens
+    return {plan: cached[plan] / prompt[plan] for plan in prompt if prompt[plan]}
 
 
 def _latency(good: Sequence[Call], speed: float) -> JSON:
