@@ -25,10 +25,11 @@ help:
 
 setup: $(STAMP)
 
-# The build back end comes from the lock too, hence no build isolation.
+# The build back end comes from the lock too, hence no build isolation. Python compiles what it
+# imports when it does; compiling everything here would take as long as the rest.
 $(STAMP): requirements-dev.txt pyproject.toml
 	@sh .ci/make-venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements-dev.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --require-hashes -r requirements-dev.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
