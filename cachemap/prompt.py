@@ -6,7 +6,7 @@ for them. The bytes are an identity, not the engine's rendering: only equality a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,22 +86,22 @@ def _chat(body: Mapping[str, Any], messages: list[Any], seed: int) -> Prompt:
         size = len(parts[0])
         ends.append(size)
     for message in messages:
-        rendered = _message(message)
-        parts.append(rendered)
-        size += len(rendered)
+        pieces = _message(message)
+        parts += pieces
+        size += sum(map(len, pieces))
         ends.append(size)
     return Prompt(b"".join(parts), tuple(ends), seed)
 
 
-def _message(message: Any) -> bytes:
+def _message(message: Any) -> Sequence[bytes]:
     if not isinstance(message, dict):
-        return _any(message) + _MESSAGE_END
+        return (_any(message), _MESSAGE_END)
     role, content = message.get("role"), message.get("content")
-    if len(message) == 2 and isinstance(role, str) and isinstance(content, str):
-        return _text(f"{role}\x1f{content}\x1e")  # the same bytes, for the most common message
-    pieces = [_any("" if role is None else role), _content(content)]
-    pieces += [_any(message[name]) for name in _MESSAGE_FIELDS if message.get(name)]
-    return _FIELD.join(pieces) + _MESSAGE_END
+    head = (_any("" if role is None else role), _FIELD, _content(content))
+    if len(message) == 2:
+        return (*head, _MESSAGE_END)
+    fields = [_FIELD + _any(message[name]) for name in _MESSAGE_FIELDS if message.get(name)]
+    return (*head, *fields, _MESSAGE_END)
 
 
 def _content(content: Any) -> bytes:

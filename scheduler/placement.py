@@ -16,7 +16,7 @@ from scheduler.prices import Prices
 from scheduler.workers import WorkerState
 
 # A token computed twice costs the call its time, and the calls behind it on the worker theirs.
-# These weights were chosen by replaying traces: docs/adr/0009-the-price-of-a-prefill.md.
+# These weights were chosen by replaying traces: docs/adr/0008-price-of-a-prefill.md.
 CONGESTION = 2.0
 # Taking in a token where the cache is full pushes out one that somebody may come back for.
 DISPLACEMENT = 1.0
