@@ -161,14 +161,14 @@ def running(tools: Tools, folder: Path) -> Iterator[Rig]:
     engine_log, router_log = folder / "engine.log", folder / "router.log"
     engine_command = [*tools.engine, *ports.engine_arguments()]
     with process(engine_command, engine_log, cpus=pinned(LOAD_CORE)) as engine:
-        _wait_engine(ports.regular, engine, engine_log)
+        wait_engine(ports.regular, engine, engine_log)
         command = router_command(config)
         with process(command, router_log, cpus=pinned(ROUTER_CORE)) as child:
             wait_ready(f"http://127.0.0.1:{ports.router}", child, router_log)
             yield Rig(tools, ports, engine.pid, child.pid)
 
 
-def _wait_engine(port: int, engine: subprocess.Popen[bytes], log: Path) -> None:
+def wait_engine(port: int, engine: subprocess.Popen[bytes], log: Path) -> None:
     end_s = time.monotonic() + 10
     while time.monotonic() < end_s and engine.poll() is None:
         with contextlib.suppress(httpx.HTTPError):

@@ -1,4 +1,5 @@
 import json
+from itertools import pairwise
 
 from bench.conversations import conversation
 
@@ -14,7 +15,7 @@ def test_the_same_seed_gives_the_same_calls():
 def test_turns_extend_each_other():
     for number in range(50):
         turns = [r for r in conversation(number, 1, "m") if "messages" in r.body]
-        for earlier, later in zip(turns, turns[1:], strict=False):
+        for earlier, later in pairwise(turns):
             before = earlier.body["messages"]
             assert later.body["messages"][: len(before)] == before
 

@@ -38,9 +38,7 @@ class NaiveLru:
             self._held.popitem(last=False)
 
 
-chains = st.lists(
-    st.lists(st.integers(0, 40), max_size=12, unique=True), min_size=1, max_size=60
-)
+chains = st.lists(st.lists(st.integers(0, 40), max_size=12, unique=True), min_size=1, max_size=60)
 
 
 @settings(max_examples=150, deadline=None)

@@ -1,0 +1,38 @@
+import asyncio
+import json
+
+from bench import rig_load
+
+
+def run(*arguments):
+    return asyncio.run(rig_load.Load(rig_load.parse(list(map(str, arguments)))).run())
+
+
+def test_exactly_n_calls(engine, capsys):
+    found = run("--port", engine.regular, "--n", 10, "--conc", 3)
+    assert (found["done"], found["bad"], found["started"]) == (10, 0, 10)
+    assert capsys.readouterr().out == "W\n"
+
+
+def test_streams_count_events_and_first_bytes(engine):
+    found = run("--port", engine.regular, "--n", 4, "--stream", "--max-tokens", 6)
+    assert found["done"] == 4
+    assert found["events"] == 4 * 9  # role, six tokens, finish, [DONE]
+    assert 0 < found["ttft_ms"]["p50"] <= found["ttft_ms"]["p99"]
+
+
+def test_a_window_counts_what_ends_inside(engine):
+    found = run("--port", engine.regular, "--secs", 0.3, "--warmup", 0.1, "--conc", 2)
+    assert found["done"] > 0
+    assert found["bad"] == 0
+
+
+def test_prompts_have_their_size_and_are_unique():
+    async def bodies():
+        load = rig_load.Load(rig_load.parse(["--port", "1", "--prompt", "5000"]))
+        return [json.loads(load._body()) for _ in range(2)]
+
+    first, second = (body["messages"][1]["content"] for body in asyncio.run(bodies()))
+    assert len(first) == len(second) == 5000
+    assert first[:2500] == second[:2500]
+    assert first != second
