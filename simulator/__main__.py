@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import logging
+import resource
 import signal
 import sys
 from collections.abc import Sequence
@@ -120,6 +122,14 @@ async def _serve(configs: Sequence[WorkerConfig], admin_port: int) -> None:
         await stopped.wait()
 
 
+def _prepare_process() -> None:
+    """Room for thousands of streams, and garbage collection that does not rescan old caches."""
+    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 100)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     args = _parser().parse_args(argv)
     logging.basicConfig(level=args.log_level.upper())
@@ -127,6 +137,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         configs = _configs(args)
     except profile.ProfileError as error:
         raise SystemExit(str(error)) from error
+    _prepare_process()
     try:
         uvloop.run(_serve(configs, args.admin_port))
     except OSError as error:

@@ -32,9 +32,9 @@ def text(name: str) -> str:
     return (shared_dir() / "fixtures" / "vllm" / "http" / name).read_text()
 
 
-def events(body: str) -> list[JSON | str]:
+def events(body: str) -> list[Any]:
     """Data of an event stream: JSON objects, and [DONE]."""
-    found: list[JSON | str] = []
+    found: list[Any] = []
     for event in body.split("\n\n"):
         if not event.strip():
             continue

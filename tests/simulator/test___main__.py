@@ -23,6 +23,7 @@ def process(*args):
     """A simulator process; yields what it said when it was ready."""
     with subprocess.Popen([*COMMAND, *args], stdout=subprocess.PIPE) as started:
         try:
+            assert started.stdout is not None
             yield orjson.loads(started.stdout.readline()), started
         finally:
             started.terminate()

@@ -9,10 +9,17 @@ from hypothesis import strategies as st
 from simulator.blocks import BlockManager
 
 
+def hold(manager, fresh, matched=()):
+    """Blocks that are now held; there has to be room."""
+    blocks = manager.take(matched, fresh)
+    assert blocks is not None
+    return blocks
+
+
 def filled(manager, hashes):
     """Hold, publish and release blocks for `hashes`; returns them."""
     matched = manager.match(hashes, len(hashes))
-    blocks = manager.take(matched, len(hashes) - len(matched))
+    blocks = hold(manager, len(hashes) - len(matched), matched)
     manager.publish(blocks, hashes)
     manager.release(blocks)
     return blocks
@@ -43,7 +50,7 @@ def test_least_recent_chain_goes_first_and_its_tail_before_its_head():
 def test_blocks_without_a_hash_go_before_cached_ones():
     manager = BlockManager(4)
     filled(manager, [1, 2])
-    anonymous = manager.take((), 2)
+    anonymous = hold(manager, 2)
     manager.release(anonymous)
     manager.take((), 2)
     assert len(manager.match([1, 2], 2)) == 2
@@ -52,7 +59,7 @@ def test_blocks_without_a_hash_go_before_cached_ones():
 def test_taking_more_than_there_is_changes_nothing():
     manager = BlockManager(4)
     filled(manager, [1, 2])
-    held = manager.take((), 1)
+    held = hold(manager, 1)
     before = manager.free
     assert manager.take(manager.match([1, 2], 2), 2) is None
     assert manager.free == before
@@ -68,7 +75,7 @@ def test_matched_idle_blocks_are_not_counted_as_room():
 
 def test_releasing_twice_is_an_error():
     manager = BlockManager(2)
-    blocks = manager.take((), 1)
+    blocks = hold(manager, 1)
     manager.release(blocks)
     with pytest.raises(RuntimeError, match="released twice"):
         manager.release(blocks)
@@ -76,7 +83,7 @@ def test_releasing_twice_is_an_error():
 
 def test_a_hash_keeps_its_first_block():
     manager = BlockManager(4)
-    first, second = manager.take((), 1), manager.take((), 1)
+    first, second = hold(manager, 1), hold(manager, 1)
     manager.publish(first, [7])
     manager.publish(second, [7])
     assert manager.match([7], 1) == first
@@ -85,7 +92,7 @@ def test_a_hash_keeps_its_first_block():
 
 def test_content_outlives_the_release():
     manager = BlockManager(2)
-    blocks = manager.take((), 2)
+    blocks = hold(manager, 2)
     manager.write(blocks, [5, 6])
     manager.release(blocks)
     assert [manager.content[block] for block in blocks] == [5, 6]
@@ -94,7 +101,7 @@ def test_content_outlives_the_release():
 def test_the_cache_is_cleared_only_when_nothing_is_held():
     manager = BlockManager(4)
     filled(manager, [1, 2])
-    held = manager.take((), 1)
+    held = hold(manager, 1)
     assert not manager.clear_cache()
     manager.release(held)
     assert manager.clear_cache()

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import openai
 import pytest
 
 from tests.simulator.recordings import events
 
-CHAT = {"model": "tiny", "max_tokens": 40, "messages": [{"role": "user", "content": "Tell me."}]}
+CHAT: Any = {
+    "model": "tiny",
+    "max_tokens": 40,
+    "messages": [{"role": "user", "content": "Tell me."}],
+}
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +194,8 @@ def test_the_openai_client_is_content(one):
         assert chunks[-1].usage.completion_tokens == 40
         assert client.models.list().data[0].id == "tiny"
         legacy = client.completions.create(model="tiny", prompt="Hi", max_tokens=3, logprobs=2)
-        assert len(legacy.choices[0].logprobs.tokens) == 3
+        logprobs: Any = legacy.choices[0].logprobs
+        assert len(logprobs.tokens) == 3
         with pytest.raises(openai.NotFoundError):
             client.chat.completions.create(**(CHAT | {"model": "nope"}))
         with pytest.raises(openai.BadRequestError):

@@ -19,4 +19,5 @@ def test_a_new_sequence_waits_and_says_so():
 def test_progress_starts_empty_and_is_not_shared():
     one, other = Progress(), Progress()
     one.actions.append(object())  # type: ignore[arg-type]
-    assert other.actions == other.sequences == []
+    assert not other.actions
+    assert not other.sequences

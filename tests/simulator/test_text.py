@@ -42,7 +42,9 @@ def test_a_lost_doubled_or_exchanged_token_shows(key):
 def test_a_stop_string_is_found_where_it_first_completes(key, start, length):
     text = Answer(key).text(80)
     stop = text[start * 2 : start * 2 + length]
-    tokens, characters, found = Answer(key).stop_at([stop, "\0"], 80)
+    place = Answer(key).stop_at([stop, "\0"], 80)
+    assert place is not None
+    tokens, characters, found = place
     assert found == stop
     assert characters == text.find(stop)
     assert tokens == -(-(characters + length) // PIECE_BYTES)

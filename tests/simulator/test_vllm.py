@@ -265,7 +265,7 @@ def test_unknown_members_and_models():
 
 
 def test_claims():
-    full = {
+    full: dict[str, Any] = {
         "do_remote_prefill": True,
         "remote_block_ids": [[1, 2]],
         "remote_engine_id": "p",
@@ -273,22 +273,25 @@ def test_claims():
         "remote_host": "h",
         "remote_port": 1,
     }
-    remote, keep = vllm.parse_kv_transfer_params(full)
+    remote, keep = claimed(full)
     assert (remote.engine_id, remote.blocks, remote.cached_tokens, keep) == (
         "p",
         (1, 2),
         None,
         False,
     )
-    flat, _ = vllm.parse_kv_transfer_params(full | {"remote_block_ids": [1, 2]})
-    assert flat.blocks == (1, 2)
-    for nothing in ([], [[]], None):
-        assert vllm.parse_kv_transfer_params(full | {"remote_block_ids": nothing})[0] is None
+    assert claimed(full | {"remote_block_ids": [1, 2]})[0].blocks == (1, 2)
+    empty: list[Any] = [[], [[]], None]
+    for nothing in empty:
+        assert claimed(full | {"remote_block_ids": nothing})[0] is None
     for missing in ("remote_engine_id", "remote_request_id", "remote_host", "remote_port"):
-        bad, _ = vllm.parse_kv_transfer_params({k: v for k, v in full.items() if k != missing})
-        assert bad.engine_id is None
-    assert vllm.parse_kv_transfer_params({"do_remote_decode": True}) == (None, True)
-    assert vllm.parse_kv_transfer_params(None) == (None, False)
+        assert claimed({k: v for k, v in full.items() if k != missing})[0].engine_id is None
+    assert claimed({"do_remote_decode": True}) == (None, True)
+    assert claimed(None) == (None, False)
+
+
+def claimed(params: Any) -> Any:
+    return vllm.parse_kv_transfer_params(params)
 
 
 def test_truncation_keeps_the_end():

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from dataclasses import replace
+from typing import Any
 
 import httpx
 import pytest
@@ -14,7 +15,11 @@ import pytest
 from simulator.profile import load
 from tests.simulator.recordings import events
 
-CHAT = {"model": "tiny", "max_tokens": 12, "messages": [{"role": "user", "content": "Who? " * 80}]}
+CHAT: Any = {
+    "model": "tiny",
+    "max_tokens": 12,
+    "messages": [{"role": "user", "content": "Who? " * 80}],
+}
 PATH = "/v1/chat/completions"
 
 
