@@ -5,11 +5,11 @@ from __future__ import annotations
 from time import time
 from typing import TYPE_CHECKING
 
-from simulator import vllm
 from simulator.engine import Reason
 from simulator.engine import Sequence as EngineSequence
 from simulator.http_server import Exchange
 from simulator.text import Answer
+from simulator.vllm import errors, replies, requests, streams
 
 if TYPE_CHECKING:
     from simulator.worker import Worker
@@ -35,7 +35,7 @@ class Generation:
         self,
         worker: Worker,
         exchange: Exchange,
-        call: vllm.Call,
+        call: requests.Call,
         sequences: list[EngineSequence],
     ) -> None:
         self._worker = worker
@@ -43,9 +43,9 @@ class Generation:
         self._call = call
         self._sequences = sequences
         self._indexes = {s.request.id: i for i, s in enumerate(sequences)}
-        self._choices: list[vllm.Choice | None] = [None] * len(sequences)
+        self._choices: list[replies.Choice | None] = [None] * len(sequences)
         self._left = len(sequences)
-        self._stream = vllm.Stream(call, int(time())) if call.stream else None
+        self._stream = streams.Stream(call, int(time())) if call.stream else None
 
     def begin(self) -> None:
         exchange = self._exchange
@@ -74,7 +74,7 @@ class Generation:
         if not self._broken(sequence):
             self._pass_on(index, choice, sequence)
 
-    def _pass_on(self, index: int, choice: vllm.Choice, sequence: EngineSequence) -> None:
+    def _pass_on(self, index: int, choice: replies.Choice, sequence: EngineSequence) -> None:
         if sequence.reason is not None:
             self._left -= 1
             choice.finish = _FINISH.get(sequence.reason, "abort")
@@ -84,17 +84,17 @@ class Generation:
         elif self._exchange.writable:
             self._send(self._stream, [index])
 
-    def _choice(self, index: int, sequence: EngineSequence) -> vllm.Choice:
+    def _choice(self, index: int, sequence: EngineSequence) -> replies.Choice:
         choice = self._choices[index]
         if choice is None:
             answer = Answer(sequence.key, sequence.request.choice)
-            choice = vllm.Choice(index, answer, sequence.request.tokens)
+            choice = replies.Choice(index, answer, sequence.request.tokens)
             self._choices[index] = choice
             if self._call.stops:
                 self._find_stop(choice, sequence)
         return choice
 
-    def _find_stop(self, choice: vllm.Choice, sequence: EngineSequence) -> None:
+    def _find_stop(self, choice: replies.Choice, sequence: EngineSequence) -> None:
         call = self._call
         found = choice.answer.stop_at(list(call.stops), sequence.limit, call.min_tokens)
         if found is None:
@@ -136,7 +136,7 @@ class Generation:
 
     # -- what is sent ---------------------------------------------------------------------------
 
-    def _usage(self) -> vllm.Usage:
+    def _usage(self) -> replies.Usage:
         call = self._call
         tokens = self._worker.config.block_tokens
         parents = self._sequences[:: call.n]
@@ -146,7 +146,7 @@ class Generation:
             first = parents[0]
             own = 0 if first.external_tokens else first.prompt_len // tokens * tokens
             created = max(0, own - (first.cached_tokens or 0))
-        return vllm.Usage(
+        return replies.Usage(
             prompt_tokens=sum(s.prompt_len for s in parents),
             completion_tokens=sum(s.generated for s in self._sequences),
             cached_tokens=cached,
@@ -155,7 +155,7 @@ class Generation:
 
     def _reply(self) -> None:
         choices = [choice for choice in self._choices if choice is not None]
-        body = vllm.reply(
+        body = replies.reply(
             self._call,
             int(time()),
             choices,
@@ -169,7 +169,7 @@ class Generation:
         if self._stream is not None and not self._exchange.done:
             self._send(self._stream, range(len(self._sequences)))
 
-    def _send(self, stream: vllm.Stream, indexes: list[int] | range) -> None:
+    def _send(self, stream: streams.Stream, indexes: list[int] | range) -> None:
         events: list[bytes] = []
         for index in indexes:
             events += self._events(stream, index)
@@ -181,7 +181,7 @@ class Generation:
         if events:
             self._exchange.send(events, last=ended)
 
-    def _events(self, stream: vllm.Stream, index: int) -> list[bytes]:
+    def _events(self, stream: streams.Stream, index: int) -> list[bytes]:
         choice, sequence = self._choices[index], self._sequences[index]
         if choice is None:
             return []
@@ -201,14 +201,16 @@ class Generation:
     def _fail(self, sequence: EngineSequence) -> None:
         exchange = self._exchange
         if self._stream is None:
-            exchange.reply(500, vllm.INTERNAL_ERROR.body())
+            exchange.reply(500, errors.INTERNAL_ERROR.body())
         else:
             index = self._indexes[sequence.request.id]
-            choice = self._choices[index] or vllm.Choice(index, Answer(0), sequence.request.tokens)
+            choice = self._choices[index] or replies.Choice(
+                index, Answer(0), sequence.request.tokens
+            )
             events = [] if choice.opened else self._stream.opening(choice, self._usage())
-            exchange.send([*events, vllm.ERROR_EVENT, vllm.DONE], last=True)
+            exchange.send([*events, errors.ERROR_EVENT, streams.DONE], last=True)
         if len(self._sequences) > 1:
             self._worker.abandon(self._sequences)
 
 
-_NO_USAGE = vllm.Usage(0, 0, 0, None)
+_NO_USAGE = replies.Usage(0, 0, 0, None)

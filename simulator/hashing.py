@@ -21,6 +21,7 @@ _SPREAD = 0x9E3779B97F4A7C15
 _DIGEST = 0xD6E8FEB86659FD93
 _LINK = 0xC2B2AE3D27D4EB4F
 _POSITION = 0x5851F42D4C957F2D
+_LONGEST_BLOCK = 4096
 
 
 def mix(value: int) -> int:
@@ -90,7 +91,13 @@ def chain_blocks(tokens: Tokens, block_tokens: int, total: int, first_block: int
 
 def sequence_identity(total: int, tail: Tokens) -> int:
     """Identity of a sequence: of its chained blocks and the `tail` that fills no block."""
-    value = mix(total ^ _SPREAD)
-    for token in tail.tolist():
-        value = mix(value + (token + 1) * _SPREAD)
-    return value
+    value = total ^ _SPREAD
+    for token, weight in zip(tail.tolist(), _tail_weights(), strict=False):
+        value += (token + 1) * weight
+    return mix(value)
+
+
+@lru_cache(maxsize=1)
+def _tail_weights() -> list[int]:
+    weights: list[int] = _weights(_LONGEST_BLOCK).tolist()
+    return weights

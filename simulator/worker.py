@@ -6,14 +6,14 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from secrets import token_hex
 from time import time
 from typing import Any, Literal
 from urllib.parse import urlsplit
-from uuid import uuid4
 
 import orjson
 
-from simulator import metrics, vllm
+from simulator import metrics
 from simulator.engine import Engine, EngineDeadError, Heartbeat, Pull, Reason, Release, Request
 from simulator.engine import Sequence as EngineSequence
 from simulator.faults import FaultError, Faults
@@ -22,6 +22,7 @@ from simulator.generation import Generation
 from simulator.http_server import Connection, Exchange
 from simulator.peers import Peers
 from simulator.profile import Profile
+from simulator.vllm import endpoints, errors, replies, requests
 
 JSON = dict[str, Any]
 Role = Literal["prefill", "decode", "both"]
@@ -98,7 +99,7 @@ class Worker:
         config = self.config
         self.engine = Engine(
             config.profile,
-            engine_id=f"{config.name}-{uuid4().hex[:8]}",
+            engine_id=f"{config.name}-{token_hex(4)}",
             block_tokens=config.block_tokens,
             lease_s=config.lease_s,
             recompute_failed_loads=config.recompute_failed_loads,
@@ -107,7 +108,9 @@ class Worker:
         self.observed = metrics.Observations()
         self.started_at_s = time()
         self._epoch_s = self._loop.time()
-        self.served = vllm.Served(config.names, self.engine.max_model_len, config.stream_interval)
+        self.served = requests.Served(
+            config.names, self.engine.max_model_len, config.stream_interval
+        )
         self.peers.register(self.engine.engine_id, self)
 
     @property
@@ -302,7 +305,7 @@ class Worker:
             self.engine.extend_pin(request_id, self.now_s)
         self._loop.call_soon(self.pump)
 
-    def handoff(self, sequence: EngineSequence) -> vllm.Handoff | None:
+    def handoff(self, sequence: EngineSequence) -> replies.Handoff | None:
         """What this worker hands on of a finished prefill leg."""
         if not sequence.request.keep_kv or sequence.reason not in (Reason.LENGTH, Reason.STOP):
             return None
@@ -313,7 +316,7 @@ class Worker:
             capacity = self.engine.blocks.capacity
             blocks = [(block + capacity // 2) % capacity for block in blocks]
             request_id += "-wrong"
-        return vllm.Handoff(
+        return replies.Handoff(
             blocks=blocks,
             engine_id=self.engine.engine_id,
             request_id=request_id,
@@ -335,7 +338,7 @@ class Worker:
             return
         try:
             self._route(exchange, path)
-        except vllm.ApiError as error:
+        except errors.ApiError as error:
             exchange.reply(error.status, error.body())
 
     def _route(self, exchange: Exchange, path: str) -> None:
@@ -377,21 +380,21 @@ class Worker:
         kind = (
             "ServiceUnavailableError" if self.faults.error_status == 503 else "InternalServerError"
         )
-        error = vllm.ApiError(self.faults.error_status, "Injected failure", kind)
+        error = errors.ApiError(self.faults.error_status, "Injected failure", kind)
         exchange.reply(error.status, error.body())
         return True
 
-    def _generate(self, exchange: Exchange, endpoint: vllm.Endpoint) -> None:
+    def _generate(self, exchange: Exchange, endpoint: requests.Endpoint) -> None:
         if self.faults.error_5xx and self._server_error(exchange):
             return
         if self.engine.dead:
-            raise vllm.INTERNAL_ERROR
-        body = vllm.load_body(exchange.body)
+            raise errors.INTERNAL_ERROR
+        body = requests.load_body(exchange.body)
         given = exchange.header(b"x-request-id") or body.get("request_id")
-        base = str(given) if given else uuid4().hex[:16]
+        base = str(given) if given else token_hex(8)
         try:
-            call = vllm.parse_call(endpoint, body, self.served, base)
-        except vllm.ApiError:
+            call = requests.parse_call(endpoint, body, self.served, base)
+        except errors.ApiError:
             self._free_rejected(body)
             raise
         Generation(self, exchange, call, self._submit(call)).begin()
@@ -400,15 +403,15 @@ class Worker:
     def _free_rejected(self, body: JSON) -> None:
         """A refused decode leg still tells the prefill worker that nobody will come."""
         try:
-            remote, _ = vllm.parse_kv_transfer_params(body.get("kv_transfer_params"))
-        except vllm.ApiError:
+            remote, _ = requests.parse_kv_transfer_params(body.get("kv_transfer_params"))
+        except errors.ApiError:
             return
         if remote is not None and remote.engine_id is not None:
             self.peers.notify("release", remote)
 
-    def _submit(self, call: vllm.Call) -> list[EngineSequence]:
+    def _submit(self, call: requests.Call) -> list[EngineSequence]:
         now_s = self.now_s
-        tag = uuid4().hex[:8]
+        tag = token_hex(4)
         sequences = []
         for at, prompt in enumerate(call.prompts):
             base = call.id if call.endpoint == "chat" else f"{call.id}-{at}"
@@ -430,7 +433,7 @@ class Worker:
         try:
             return self.engine.submit(request, now_s)
         except EngineDeadError:
-            raise vllm.INTERNAL_ERROR from None
+            raise errors.INTERNAL_ERROR from None
 
     def own(self, call: Generation, sequence: EngineSequence) -> None:
         """`call` is told of `sequence`'s progress."""
@@ -449,10 +452,10 @@ class Worker:
         exchange.reply(503 if self.engine.dead else 200)
 
     def _version(self, exchange: Exchange) -> None:
-        exchange.reply(200, orjson.dumps({"version": vllm.VERSION}))
+        exchange.reply(200, orjson.dumps({"version": replies.VERSION}))
 
     def _models(self, exchange: Exchange) -> None:
-        exchange.reply(200, vllm.models(self.served, int(time())))
+        exchange.reply(200, endpoints.models(self.served, int(time())))
 
     def _load(self, exchange: Exchange) -> None:
         exchange.reply(200, orjson.dumps({"server_load": len(set(self._calls.values()))}))
@@ -466,10 +469,10 @@ class Worker:
         exchange.reply(200, b"{}")
 
     def _tokenize(self, exchange: Exchange) -> None:
-        exchange.reply(200, vllm.tokenize(vllm.load_body(exchange.body), self.served))
+        exchange.reply(200, endpoints.tokenize(requests.load_body(exchange.body), self.served))
 
     def _detokenize(self, exchange: Exchange) -> None:
-        exchange.reply(200, vllm.detokenize(vllm.load_body(exchange.body)))
+        exchange.reply(200, endpoints.detokenize(requests.load_body(exchange.body)))
 
     def _reset_prefix_cache(self, exchange: Exchange) -> None:
         done = self.engine.reset_cache(self.now_s)
@@ -569,7 +572,7 @@ class Worker:
 
 
 _Route = Callable[[Worker, Exchange], None]
-_GENERATE: dict[str, vllm.Endpoint] = {
+_GENERATE: dict[str, requests.Endpoint] = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "completion",
 }
