@@ -1,3 +1,4 @@
+import subprocess
 import sys
 
 import pytest
@@ -35,7 +36,7 @@ def test_a_child_is_stopped_whatever_happens(tmp_path):
             held.append(child)
             raise KeyError
 
-    held = []
+    held: list[subprocess.Popen[bytes]] = []
     with pytest.raises(KeyError):
         fail()
     assert held[0].poll() is not None

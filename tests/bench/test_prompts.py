@@ -44,7 +44,9 @@ def common(left, right):
 @st.composite
 def forests(draw):
     """Rows whose ids are chained: each row takes a leading part of an earlier one and adds ids."""
-    rows, chains, unseen = [], [[]], 0
+    rows: list[Row] = []
+    chains: list[list[int]] = [[]]
+    unseen = 0
     for _ in range(draw(st.integers(2, 8))):
         base = draw(st.sampled_from(chains))
         kept = base[: draw(st.integers(0, len(base)))]

@@ -33,7 +33,7 @@ def write_trace(tmp_path, count=40):
 
 
 def test_the_factors_are_auto_or_as_asked():
-    rows = []
+    rows: list[traces.Row] = []
     needed = Demand(600.0, 1.0)
     assert replay._pace(options("--speed", "3", "--load", "2"), rows, 400.0, needed, 2) == Pace(
         3.0, 2.0

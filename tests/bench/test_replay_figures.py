@@ -1,4 +1,5 @@
 import math
+from typing import Any
 
 import pytest
 
@@ -37,7 +38,7 @@ def call(number, error="", prefill="p0", cached=50):
 
 def run(**changes):
     rows = [Row(1000.0 * i, None, None, 96, 11, 16, ((0, 6),)) for i in range(2)]
-    fields = {
+    fields: dict[str, Any] = {
         "trace": "bfcl_live",
         "rows": rows,
         "dropped": 3,
