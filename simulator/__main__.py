@@ -51,9 +51,16 @@ def _parser() -> argparse.ArgumentParser:
         default="fail",
         help="what a decode worker does when KV cannot be had",
     )
+    add(
+        "--kv-transfer",
+        choices=("pull", "push"),
+        default="pull",
+        help="whether decode workers fetch KV or prefill workers send it",
+    )
     add("--kv-lease-s", type=_positive, default=30.0, help="how long a prefill worker keeps KV")
     add("--stream-interval", type=_count, default=1, help="tokens of an event")
     add("--api-key", help="key that /v1 asks for")
+    add("--kv-events", action="store_true", help="publish KV cache events over ZeroMQ")
     add("--admin-port", type=int, default=0, help="port of /sim/workers for the whole process")
     add("--log-level", default="warning", choices=("debug", "info", "warning", "error"))
     return parser
@@ -106,6 +113,8 @@ def _configs(args: argparse.Namespace) -> list[WorkerConfig]:
                 recompute_failed_loads=args.kv_load_failure_policy == "recompute",
                 stream_interval=args.stream_interval,
                 api_key=args.api_key,
+                kv_events=args.kv_events,
+                kv_push=args.kv_transfer == "push",
             )
         )
     return configs

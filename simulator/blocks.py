@@ -7,7 +7,7 @@ or held. `content` says whose KV lies in a block; it outlives the block's releas
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
 
@@ -19,6 +19,8 @@ class BlockManager:
         self.content = [0] * capacity
         self.corrupt: set[int] = set()
         "Blocks whose content is not what their hash or their holder believes."
+        self.on_forget: Callable[[int], None] | None = None
+        "Told the hash of each block that can be found no more."
         self._refs = [0] * capacity
         self._hash_of: list[int | None] = [None] * capacity
         self._by_hash: dict[int, int] = {}
@@ -81,6 +83,8 @@ class BlockManager:
         if key is not None:
             del self._by_hash[key]
             self._hash_of[block] = None
+            if self.on_forget is not None:
+                self.on_forget(key)
 
     def write(self, blocks: Iterable[int], contents: Iterable[int]) -> None:
         """Record what now lies in held blocks."""
@@ -113,7 +117,10 @@ class BlockManager:
         """Forget all hashes. False, and nothing changed, while any block is held."""
         if self.held:
             return False
-        self.__init__(self.capacity)  # type: ignore[misc]
+        self._by_hash.clear()
+        self._hash_of = [None] * self.capacity
+        self._empty += self._cached
+        self._cached.clear()
         return True
 
     def check(self, holders: Iterable[Sequence[int]]) -> None:

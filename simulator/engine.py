@@ -18,7 +18,8 @@ from math import inf
 import numpy as np
 
 from simulator.blocks import BlockManager
-from simulator.hashing import Chain, chain_blocks, mix, salt_seed, sequence_identity
+from simulator.hashing import Chain, Tokens, chain_blocks, mix, salt_seed, sequence_identity
+from simulator.kv_events import AllBlocksCleared, BlockRemoved, BlocksStored, KvEvent
 from simulator.profile import Profile
 from simulator.sequence import (
     Action,
@@ -96,6 +97,29 @@ class _Link:
 
 
 @dataclass(slots=True)
+class _Queue:
+    """Sequences that are not in the batch."""
+
+    waiting: deque[Sequence] = field(default_factory=deque)
+    loaded: deque[Sequence] = field(default_factory=deque)
+    pulling: dict[str, Sequence] = field(default_factory=dict)
+    hung: set[str] = field(default_factory=set)
+    "Malformed claims, which are also pulling."
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Sequences that take part in steps."""
+
+    admitted: list[Sequence] = field(default_factory=list)
+    "All of them, oldest first; the last one is preempted first."
+    prefilling: list[Sequence] = field(default_factory=list)
+    decoding: list[Sequence] = field(default_factory=list)
+    context_tokens: int = 0
+    "Sum of the KV lengths of the decoding ones."
+
+
+@dataclass(slots=True)
 class _Step:
     """One forward pass in flight."""
 
@@ -116,6 +140,7 @@ class Engine:
         block_tokens: int = 16,
         lease_s: float = DEFAULT_LEASE_S,
         recompute_failed_loads: bool = False,
+        record_kv_events: bool = False,
     ) -> None:
         self.profile = profile
         self.engine_id = engine_id
@@ -124,22 +149,19 @@ class Engine:
         self.recompute_failed_loads = recompute_failed_loads
         self.blocks = BlockManager(profile.capacity_tokens // block_tokens)
         self.max_model_len = min(profile.max_model_len, self.blocks.capacity * block_tokens)
+        self.kv_events: list[KvEvent] | None = None
+        "What happened in the cache since the driver last took it away; None: nobody wants to know."
+        if record_kv_events:
+            self.kv_events = []
+            self.blocks.on_forget = self._forgotten
         self.totals = Totals()
         self.pace = 1.0
         "Factor on the time of every step: 2 is half as fast."
         self.dead = False
         self.pins: dict[str, Pin] = {}
         self._sequences: dict[str, Sequence] = {}
-        self._waiting: deque[Sequence] = deque()
-        self._loaded: deque[Sequence] = deque()
-        self._pulling: dict[str, Sequence] = {}
-        self._hung: set[str] = set()
-        self._prefilling: list[Sequence] = []
-        self._decoding: list[Sequence] = []
-        self._admitted: list[Sequence] = []
-        "Everything in the batch, oldest first; the last one is preempted first."
-        self._context_tokens = 0
-        "Sum of the KV lengths of the decoding sequences."
+        self._queue = _Queue()
+        self._batch = _Batch()
         self._full = False
         "The last look at the queue found no room; only an end, a release or a timer makes some."
         self._step: _Step | None = None
@@ -152,23 +174,23 @@ class Engine:
 
     @property
     def running(self) -> int:
-        return len(self._admitted)
+        return len(self._batch.admitted)
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting) + len(self._loaded) + len(self._pulling)
+        return len(self._queue.waiting) + len(self._queue.loaded) + len(self._queue.pulling)
 
     @property
     def pulling(self) -> int:
-        return len(self._pulling)
+        return len(self._queue.pulling)
 
     @property
     def loaded(self) -> int:
-        return len(self._loaded)
+        return len(self._queue.loaded)
 
     @property
     def prefilling(self) -> int:
-        return len(self._prefilling)
+        return len(self._batch.prefilling)
 
     @property
     def now_s(self) -> float:
@@ -231,13 +253,13 @@ class Engine:
         self.totals.requests += 1
         remote = request.remote
         if remote is not None and remote.engine_id is None:
-            self._hung.add(request.id)
-            self._pulling[request.id] = sequence
+            self._queue.hung.add(request.id)
+            self._queue.pulling[request.id] = sequence
             sequence.state = State.PULLING
         else:
             if remote is not None:
                 self._beat(sequence)
-            self._waiting.append(sequence)
+            self._queue.waiting.append(sequence)
             if self._step is None:
                 self._start_step()
         return sequence
@@ -255,7 +277,7 @@ class Engine:
         sequence = self._sequences.get(request_id)
         if sequence is None:
             return False
-        if request_id in self._hung:
+        if request_id in self._queue.hung:
             self.kill()
             return True
         self.totals.aborted += 1
@@ -295,7 +317,7 @@ class Engine:
     def pulled(self, request_id: str, contents: Iterable[int], now_s: float) -> None:
         """The other engine let its blocks be read: this is what they hold. The transfer starts."""
         self._run_until(now_s)
-        sequence = self._pulling.get(request_id)
+        sequence = self._queue.pulling.get(request_id)
         if sequence is None:
             return
         remote = sequence.request.remote
@@ -312,15 +334,19 @@ class Engine:
         if remote.engine_id is not None and remote.engine_id not in self._link.peers:
             self._link.peers.add(remote.engine_id)
             end_s += cost.handshake_s
+        if not remote.push:  # whoever moves the bytes counts them
+            self.count_transfer(size_bytes, end_s - self._now_s)
+        self._timers.add(end_s, "loaded", sequence)
+
+    def count_transfer(self, size_bytes: int, seconds: float) -> None:
         self.totals.transfers += 1
         self.totals.transfer_bytes += size_bytes
-        self.totals.transfer_s += end_s - self._now_s
-        self._timers.add(end_s, "loaded", sequence)
+        self.totals.transfer_s += seconds
 
     def pull_failed(self, request_id: str, now_s: float, *, reached: bool = False) -> None:
         """The blocks cannot be had. `reached`: the other engine answered, so nothing timed out."""
         self._run_until(now_s)
-        sequence = self._pulling.get(request_id)
+        sequence = self._queue.pulling.get(request_id)
         if sequence is None:
             return
         remote = sequence.request.remote
@@ -363,17 +389,26 @@ class Engine:
     def reset_cache(self, now_s: float) -> bool:
         """Forget the prefix cache. False while any block is held."""
         self._run_until(now_s)
-        return self.blocks.clear_cache()
+        done = self.blocks.clear_cache()
+        if done and self.kv_events is not None:
+            self.kv_events.append(AllBlocksCleared())
+        return done
 
     def kill(self) -> None:
         """The engine core dies: everything in flight ends in an error."""
         self.dead = True
         for sequence in list(self._sequences.values()):
             self._finish(sequence, Reason.ERROR)
-        for pool in (self._waiting, self._loaded, self._prefilling, self._decoding, self._admitted):
+        for pool in (
+            self._queue.waiting,
+            self._queue.loaded,
+            self._batch.prefilling,
+            self._batch.decoding,
+            self._batch.admitted,
+        ):
             pool.clear()
-        self._pulling.clear()
-        self._hung.clear()
+        self._queue.pulling.clear()
+        self._queue.hung.clear()
         self._timers.clear()
         self._step = None
 
@@ -433,20 +468,20 @@ class Engine:
             return
         remote = sequence.request.remote
         assert remote is not None
-        del self._pulling[sequence.request.id]
+        del self._queue.pulling[sequence.request.id]
         sequence.external_tokens = sequence.prompt_len - sequence.computed
         self.totals.external_hits += sequence.external_tokens
         sequence.computed = sequence.prompt_len - 1
         self._publish(sequence, sequence.prompt_len)
         sequence.state = State.LOADED
-        self._loaded.append(sequence)
+        self._queue.loaded.append(sequence)
         self._progress.actions.append(Release(remote))
 
     def _load_failed(self, sequence: Sequence) -> None:
         if sequence.state is not State.PULLING:
             return
         self.totals.transfer_failures += 1
-        del self._pulling[sequence.request.id]
+        del self._queue.pulling[sequence.request.id]
         if not self.recompute_failed_loads:
             self._finish(sequence, Reason.ERROR)
             return
@@ -454,7 +489,7 @@ class Engine:
         sequence.cached_tokens = sequence.computed
         self._write(sequence, sequence.hits, self._expected(sequence, sequence.hits))
         sequence.state = State.LOADED
-        self._loaded.append(sequence)
+        self._queue.loaded.append(sequence)
 
     # -- the batch ------------------------------------------------------------------------------
 
@@ -463,19 +498,21 @@ class Engine:
             return
         crowded = self._grow()
         self._full = crowded
-        budget = self.profile.max_batched_tokens - len(self._decoding)
+        budget = self.profile.max_batched_tokens - len(self._batch.decoding)
         prefill: list[tuple[Sequence, int]] = []
-        for sequence in self._prefilling:
+        for sequence in self._batch.prefilling:
             budget -= self._schedule(sequence, budget, prefill)
         while budget > 0 and not self._full:
             admitted = self._admit()
             if admitted is None:
                 break
             budget -= self._schedule(admitted, budget, prefill)
-        if not prefill and not self._decoding:
+        if not prefill and not self._batch.decoding:
             return
         duration_s = self._step_seconds(prefill)
-        self._step = _Step(self._now_s, self._now_s + duration_s, prefill, list(self._decoding))
+        self._step = _Step(
+            self._now_s, self._now_s + duration_s, prefill, list(self._batch.decoding)
+        )
 
     def _schedule(
         self, sequence: Sequence, budget: int, prefill: list[tuple[Sequence, int]]
@@ -490,8 +527,8 @@ class Engine:
     def _step_seconds(self, prefill: list[tuple[Sequence, int]]) -> float:
         """Prefill part and decode part; the constant of the form is paid once."""
         decode = self.profile.decode
-        batch = len(self._decoding)
-        context = self._context_tokens
+        batch = len(self._batch.decoding)
+        context = self._batch.context_tokens
         chunks = []
         for sequence, size in prefill:
             if size == 1 and sequence.computed:
@@ -512,15 +549,15 @@ class Engine:
 
     def _admit(self) -> Sequence | None:
         """The next sequence that joins the batch; starts pulls on the way."""
-        if len(self._admitted) >= self.profile.max_running:
+        if len(self._batch.admitted) >= self.profile.max_running:
             self._full = True
             return None
-        if self._loaded:
-            sequence = self._loaded.popleft()
+        if self._queue.loaded:
+            sequence = self._queue.loaded.popleft()
             self._join(sequence)
             return sequence
-        while self._waiting:
-            sequence = self._waiting[0]
+        while self._queue.waiting:
+            sequence = self._queue.waiting[0]
             needed = sequence.prompt_len + sequence.generated
             matched = self.blocks.match(sequence.chain.hashes, (needed - 1) // self.block_tokens)
             total = -(-needed // self.block_tokens)
@@ -528,7 +565,7 @@ class Engine:
             if taken is None:
                 self._full = True
                 return None
-            self._waiting.popleft()
+            self._queue.waiting.popleft()
             self._place(sequence, taken, len(matched))
             if sequence.request.remote is None or sequence.cached_tokens is not None:
                 self._settle(sequence)
@@ -560,19 +597,19 @@ class Engine:
         )
         sequence.own_cached = sequence.computed
         self.totals.external_queries += sequence.prompt_len - sequence.computed
-        self._pulling[sequence.request.id] = sequence
+        self._queue.pulling[sequence.request.id] = sequence
         self._progress.actions.append(Pull(sequence, remote))
 
     def _join(self, sequence: Sequence) -> None:
         sequence.state = State.RUNNING
-        self._admitted.append(sequence)
-        self._prefilling.append(sequence)
+        self._batch.admitted.append(sequence)
+        self._batch.prefilling.append(sequence)
 
     def _grow(self) -> bool:
         """Every decoding sequence gets the block its next token needs. True: somebody gave way."""
         tokens = self.block_tokens
         preempted = False
-        for sequence in list(self._decoding):
+        for sequence in list(self._batch.decoding):
             if sequence.state is not State.RUNNING:
                 continue
             while sequence.computed >= len(sequence.blocks) * tokens:
@@ -580,7 +617,7 @@ class Engine:
                 if more is not None:
                     sequence.blocks += more
                     continue
-                victim = self._admitted[-1]
+                victim = self._batch.admitted[-1]
                 self._preempt(victim)
                 preempted = True
                 if victim is sequence:
@@ -597,7 +634,7 @@ class Engine:
         victim.preemptions += 1
         victim.state = State.WAITING
         self.totals.preemptions += 1
-        self._waiting.appendleft(victim)
+        self._queue.waiting.appendleft(victim)
 
     def _finish_step(self, step: _Step, until_s: float) -> None:
         """End the step in flight, and a run of equal ones behind it that end by `until_s`."""
@@ -625,7 +662,7 @@ class Engine:
             if sequence.generated >= sequence.limit:
                 ended = True
         self.totals.output += steps * len(present)
-        self._context_tokens += steps * len(present)
+        self._batch.context_tokens += steps * len(present)
         if not ended:
             return
         for sequence in present:
@@ -638,9 +675,9 @@ class Engine:
         self.totals.computed += min(chunk, max(0, sequence.prompt_len - sequence.computed + chunk))
         if sequence.computed < sequence.prompt_len + sequence.generated:
             return
-        self._prefilling.remove(sequence)
-        self._decoding.append(sequence)
-        self._context_tokens += sequence.computed
+        self._batch.prefilling.remove(sequence)
+        self._batch.decoding.append(sequence)
+        self._batch.context_tokens += sequence.computed
         if sequence.generated == 0:
             sequence.first_token_s = self._now_s
             sequence.key = self._true_identity(sequence)
@@ -663,7 +700,9 @@ class Engine:
 
     def _leap_limit(self, step: _Step) -> int:
         """Steps, the one in flight included, until a sequence ends or another may join."""
-        if self._prefilling or ((self._waiting or self._loaded) and not self._full):
+        if self._batch.prefilling or (
+            (self._queue.waiting or self._queue.loaded) and not self._full
+        ):
             return 1
         left = [s.limit - s.generated for s in step.decode if s.state is State.RUNNING]
         return min(left, default=1)
@@ -672,7 +711,7 @@ class Engine:
         """Time of `steps` equal steps behind the one in flight."""
         cost = self.profile.decode
         rate = max(cost.d * batch, cost.floor) / batch
-        context = self._context_tokens * steps + batch * steps * (steps + 1) / 2
+        context = self._batch.context_tokens * steps + batch * steps * (steps + 1) / 2
         return ((cost.a + cost.b * batch) * steps + rate * context) * self.pace
 
     def _leap(self, step: _Step, until_s: float) -> int:
@@ -716,18 +755,18 @@ class Engine:
         """Take a sequence out of whatever queue or batch it is in; it keeps its blocks."""
         state = sequence.state
         if state is State.RUNNING:
-            self._admitted.remove(sequence)
-            if sequence in self._decoding:
-                self._decoding.remove(sequence)
-                self._context_tokens -= sequence.computed
+            self._batch.admitted.remove(sequence)
+            if sequence in self._batch.decoding:
+                self._batch.decoding.remove(sequence)
+                self._batch.context_tokens -= sequence.computed
             else:
-                self._prefilling.remove(sequence)
+                self._batch.prefilling.remove(sequence)
         elif state is State.WAITING:
-            self._waiting.remove(sequence)
+            self._queue.waiting.remove(sequence)
         elif state is State.LOADED:
-            self._loaded.remove(sequence)
+            self._queue.loaded.remove(sequence)
         elif state is State.PULLING:
-            del self._pulling[sequence.request.id]
+            del self._queue.pulling[sequence.request.id]
 
     def _complete(self, sequence: Sequence) -> None:
         self._finish(sequence, Reason.STOP if sequence.natural else Reason.LENGTH)
@@ -799,19 +838,35 @@ class Engine:
         full = sequence.computed // tokens
         if full <= known or sequence.generated == 0:
             return
-        answer = Answer(sequence.key, sequence.request.choice)
-        start = known * tokens
-        prompt_part = sequence.request.tokens[start:]
-        outputs = answer.token_ids(0, full * tokens - sequence.prompt_len)
-        rest = np.concatenate([prompt_part, np.array(outputs, dtype=np.uint32)])
+        rest = self._tokens(sequence, known * tokens, full * tokens)
         more = chain_blocks(rest, tokens, sequence.chain.total, known)
         sequence.chain = Chain(sequence.chain.hashes + more.hashes, more.total)
         key = self._wrongness(sequence.blocks[:known])
         self._write(sequence, known, [mix(h ^ key) for h in more.hashes] if key else more.hashes)
 
+    def _tokens(self, sequence: Sequence, start: int, end: int) -> Tokens:
+        """Tokens `start` to `end - 1` of a prompt and its answer."""
+        prompt = sequence.request.tokens[start:end]
+        if end <= sequence.prompt_len:
+            return prompt
+        first = max(0, start - sequence.prompt_len)
+        answer = Answer(sequence.key, sequence.request.choice)
+        outputs = answer.token_ids(first, end - sequence.prompt_len - first)
+        return np.concatenate([prompt, np.array(outputs, dtype=np.uint32)])
+
     def _publish(self, sequence: Sequence, tokens: int) -> None:
-        full = min(tokens // self.block_tokens, len(sequence.chain.hashes))
-        first = sequence.published
-        if full > first:
-            self.blocks.publish(sequence.blocks[first:full], sequence.chain.hashes[first:full])
-            sequence.published = full
+        hashes, first = sequence.chain.hashes, sequence.published
+        full = min(tokens // self.block_tokens, len(hashes))
+        if full <= first:
+            return
+        self.blocks.publish(sequence.blocks[first:full], hashes[first:full])
+        sequence.published = full
+        if self.kv_events is not None:
+            stored = self._tokens(sequence, first * self.block_tokens, full * self.block_tokens)
+            parent = hashes[first - 1] if first else None
+            salt = sequence.request.salt
+            self.kv_events.append(BlocksStored(hashes[first:full], parent, stored, salt))
+
+    def _forgotten(self, key: int) -> None:
+        if self.kv_events is not None:
+            self.kv_events.append(BlockRemoved(key))

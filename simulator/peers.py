@@ -25,11 +25,8 @@ _LINE_LIMIT = 64 << 20
 class KvSource(Protocol):
     """An engine of this process, as others see it."""
 
-    @property
-    def kv_reachable(self) -> bool | None:
-        """Whether reads are answered; None while the worker hangs."""
-
-    def read_kv(self, blocks: Sequence[int]) -> Sequence[int] | None: ...
+    def serve_read(self, request_id: str, blocks: Sequence[int] | None, done: OnRead) -> None:
+        """Tell `done` what lies in `blocks`; None: in the request's own, once it has finished."""
 
     def kv_notice(self, kind: str, request_id: str) -> None: ...
 
@@ -126,9 +123,7 @@ class Peers:
         """Read `remote` blocks. `done` is called once, at once or later, or never (a hang)."""
         source = self._local.get(remote.engine_id or "")
         if source is not None:
-            reachable = source.kv_reachable
-            if reachable is not None:
-                done(source.read_kv(remote.blocks) if reachable else None, reachable)
+            source.serve_read(remote.request_id, None if remote.push else remote.blocks, done)
         elif (remote.host, remote.port) == (self.host, self.port):
             done(None, False)
         else:
@@ -152,7 +147,12 @@ class Peers:
         return self._remote.setdefault(address, _Peer(*address))
 
     async def _read_remote(self, remote: RemoteKv, done: OnRead) -> None:
-        message = {"op": "read", "engine": remote.engine_id, "blocks": remote.blocks}
+        message = {
+            "op": "read",
+            "engine": remote.engine_id,
+            "request": remote.request_id,
+            "blocks": None if remote.push else remote.blocks,
+        }
         try:
             answer = await self._peer(remote).send(message)
             assert answer is not None
@@ -188,9 +188,13 @@ class Peers:
             if source is not None:
                 source.kv_notice(message["op"], message["request"])
             return
-        reachable = False if source is None else source.kv_reachable
-        if reachable is None:
-            return
-        contents = source.read_kv(message["blocks"]) if source and reachable else None
-        answer = {"n": message["n"], "contents": contents, "reached": reachable}
-        writer.write(orjson.dumps(answer) + b"\n")
+
+        def done(contents: Sequence[int] | None, reached: bool) -> None:
+            answer = {"n": message["n"], "contents": contents, "reached": reached}
+            if not writer.is_closing():
+                writer.write(orjson.dumps(answer) + b"\n")
+
+        if source is None:
+            done(None, False)
+        else:
+            source.serve_read(message["request"], message["blocks"], done)

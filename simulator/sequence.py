@@ -37,6 +37,8 @@ class RemoteKv:
     port: int = 0
     cached_tokens: int | None = None
     "What the prefill engine found in its own cache, if it said so."
+    push: bool = False
+    "The prefill engine sends when it has finished `request_id`, whose blocks nobody names."
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from secrets import token_hex
 from time import time
 from typing import Any, Literal
@@ -20,9 +20,11 @@ from simulator.faults import FaultError, Faults
 from simulator.faults import parse as parse_faults
 from simulator.generation import Generation
 from simulator.http_server import Connection, Exchange
-from simulator.peers import Peers
+from simulator.kv_events import BUFFERED_BATCHES, KvEventLog
+from simulator.peers import OnRead, Peers
 from simulator.profile import Profile
 from simulator.vllm import endpoints, errors, replies, requests
+from simulator.zmtp import Publisher, Replier
 
 JSON = dict[str, Any]
 Role = Literal["prefill", "decode", "both"]
@@ -50,6 +52,9 @@ class WorkerConfig:
     recompute_failed_loads: bool = False
     stream_interval: int = 1
     api_key: str | None = None
+    kv_events: bool = False
+    kv_push: bool = False
+    "Prefill workers send KV; decode workers do not fetch it."
 
 
 @dataclass(slots=True)
@@ -89,6 +94,8 @@ class Worker:
         self._pumping = False
         self._error_share = 0.0
         self._calls: dict[str, Generation] = {}
+        self._publisher = Publisher()
+        self._replier = Replier(self._replay)
         self._boot()
 
     def _boot(self) -> None:
@@ -103,14 +110,17 @@ class Worker:
             block_tokens=config.block_tokens,
             lease_s=config.lease_s,
             recompute_failed_loads=config.recompute_failed_loads,
+            record_kv_events=config.kv_events,
         )
+        self._event_log = KvEventLog(f"kv@{config.name}@{config.names[0]}", config.block_tokens)
         self.engine.pace = self.faults.pace
         self.observed = metrics.Observations()
         self.started_at_s = time()
         self._epoch_s = self._loop.time()
         self.served = requests.Served(
-            config.names, self.engine.max_model_len, config.stream_interval
+            config.names, self.engine.max_model_len, config.stream_interval, config.kv_push
         )
+        self._registered: dict[str, list[OnRead]] = {}
         self.peers.register(self.engine.engine_id, self)
 
     @property
@@ -126,6 +136,9 @@ class Worker:
 
     async def start(self) -> None:
         await self._listen()
+        if self.config.kv_events:
+            await self._publisher.listen(self.config.host)
+            await self._replier.listen(self.config.host)
 
     async def _listen(self) -> None:
         if self._server is None:
@@ -148,6 +161,8 @@ class Worker:
                 timer.cancel()
         self.peers.unregister(self.engine.engine_id)
         self._stop_listening()
+        self._publisher.close()
+        self._replier.close()
         for connection in list(self.connections):
             connection.abort()
 
@@ -222,8 +237,19 @@ class Worker:
                 self._deliver(sequence)
             if not engine.has_news:
                 break
+        if engine.kv_events:
+            self._publish_kv_events()
         self._pumping = False
         self._arm()
+
+    def _publish_kv_events(self) -> None:
+        events, self.engine.kv_events = self.engine.kv_events, []
+        self._publisher.publish(self._event_log.append(events or [], time()))
+
+    def _replay(self, request: list[bytes]) -> list[list[bytes]]:
+        """Answer `[b"", first]`, a consumer that missed batches."""
+        first = int.from_bytes(request[-1], "big")
+        return [[b"", *frames] for frames in self._event_log.replay(first)]
 
     def _act(self, action: Pull | Release | Heartbeat) -> None:
         if isinstance(action, Pull):
@@ -237,6 +263,8 @@ class Worker:
         finished = sequence.reason is not None
         if finished:
             self.observed.observe(sequence)
+            if self.config.kv_push and sequence.request.keep_kv:
+                self._push(sequence)
         call = self._calls.get(sequence.request.id)
         if call is None:
             return
@@ -284,21 +312,48 @@ class Worker:
 
         self.peers.read(action.remote, done)
 
-    @property
-    def kv_reachable(self) -> bool | None:
-        if self.faults.stall:
-            return None
-        return not self.engine.dead
+    def serve_read(self, request_id: str, blocks: Sequence[int] | None, done: OnRead) -> None:
+        """Another worker, or this one, wants KV from here. A worker that hangs says nothing."""
+        faults, engine = self.faults, self.engine
+        if faults.stall:
+            return
+        if engine.dead or faults.drop_transfer:
+            done(None, not engine.dead)
+            return
+        engine.advance_quietly(self.now_s)
+        if blocks is not None:
+            done(engine.read_blocks(blocks), True)
+            return
+        pinned = self._pinned(request_id)
+        if pinned is None:
+            self._registered.setdefault(request_id, []).append(done)
+        else:
+            self._send_kv(engine.pins[pinned].blocks, [done])
 
-    def read_kv(self, blocks: Sequence[int]) -> Sequence[int] | None:
-        if self.faults.drop_transfer:
-            return None
-        self.engine.advance_quietly(self.now_s)
-        return self.engine.read_blocks(blocks)
+    def _push(self, sequence: EngineSequence) -> None:
+        """A prefill leg is done: send its KV to whoever registered for it."""
+        waiting = self._registered.pop(_base_id(sequence.request.id), [])
+        if waiting and sequence.blocks:
+            self._send_kv(sequence.blocks, waiting)
+
+    def _send_kv(self, blocks: Sequence[int], receivers: Sequence[OnRead]) -> None:
+        config = self.config
+        size_bytes = len(blocks) * config.block_tokens * config.profile.kv_bytes_per_token
+        for done in receivers:
+            self.engine.count_transfer(size_bytes, config.profile.transfer.seconds(size_bytes))
+            done(self.engine.read_blocks(blocks), True)
+
+    def _pinned(self, base_id: str) -> str | None:
+        """The kept request that goes by `base_id`, the id without its random end."""
+        return next((name for name in self.engine.pins if _base_id(name) == base_id), None)
 
     def kv_notice(self, kind: str, request_id: str) -> None:
         if self.faults.stall or self.engine.dead:
             return
+        if self.config.kv_push:
+            if kind == "release":
+                self._registered.pop(request_id, None)
+            request_id = self._pinned(request_id) or request_id
         if kind == "release":
             self.engine.release_pin(request_id, self.now_s)
         else:
@@ -324,6 +379,7 @@ class Worker:
             port=self.peers.port,
             tokens=sequence.prompt_len,
             cached_tokens=sequence.cached_tokens or 0,
+            push=self.config.kv_push,
         )
 
     # -- HTTP -----------------------------------------------------------------------------------
@@ -416,6 +472,9 @@ class Worker:
         for at, prompt in enumerate(call.prompts):
             base = call.id if call.endpoint == "chat" else f"{call.id}-{at}"
             for choice in range(call.n):
+                remote = call.remote
+                if remote is not None and self.config.kv_push and remote.engine_id:
+                    remote = replace(remote, request_id=base, push=True)
                 request = Request(
                     id=f"{base}-{tag}" if call.n == 1 else f"{choice}_{base}-{tag}",
                     tokens=prompt,
@@ -424,7 +483,7 @@ class Worker:
                     salt=call.salt,
                     choice=choice,
                     keep_kv=call.keep_kv,
-                    remote=call.remote,
+                    remote=remote,
                 )
                 sequences.append(self._submit_one(request, now_s))
         return sequences
@@ -466,7 +525,19 @@ class Worker:
         exchange.reply(200, page, "text/plain; version=0.0.4; charset=utf-8")
 
     def _kv_event_sources(self, exchange: Exchange) -> None:
-        exchange.reply(200, b"{}")
+        sources = {}
+        if self.config.kv_events:
+            sources["0"] = {
+                "enable_kv_cache_events": True,
+                "publisher": "zmq",
+                "endpoint": f"tcp://{self.config.host}:{self._publisher.port}",
+                "replay_endpoint": f"tcp://{self.config.host}:{self._replier.port}",
+                "buffer_steps": BUFFERED_BATCHES,
+                "hwm": 100000,
+                "max_queue_size": 100000,
+                "topic": self._event_log.topic.decode(),
+            }
+        exchange.reply(200, orjson.dumps(sources))
 
     def _tokenize(self, exchange: Exchange) -> None:
         exchange.reply(200, endpoints.tokenize(requests.load_body(exchange.body), self.served))
@@ -569,6 +640,10 @@ class Worker:
         self.observed = metrics.Observations()
         self.received = _Received()
         exchange.reply(200, b"{}")
+
+
+def _base_id(request_id: str) -> str:
+    return request_id.rpartition("-")[0]
 
 
 _Route = Callable[[Worker, Exchange], None]

@@ -27,6 +27,7 @@ class Handoff:
     port: int
     tokens: int
     cached_tokens: int
+    push: bool = False
 
     def as_json(self) -> JSON:
         return {
@@ -43,7 +44,7 @@ class Handoff:
             "remote_num_tokens": self.tokens,
             "remote_blocks_expiry_time": None,
             "remote_registration_generation": 0,
-            "transfer_mode": "pull",
+            "transfer_mode": "push" if self.push else "pull",
             "remote_prefill_cached_tokens": self.cached_tokens,
         }
 

@@ -31,11 +31,12 @@ _INTEGERS = (
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What a worker serves: the first name is the one replies carry for requests by it."""
+    """What a worker serves, and how."""
 
     names: tuple[str, ...]
     max_model_len: int
     stream_interval: int = 1
+    kv_push: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +118,8 @@ def parse_call(endpoint: Endpoint, body: JSON, served: Served, request_id: str) 
         text = "Stream options can only be defined when `stream=True`."
         raise refused("stream_options", text, options)
     options = options or {}
-    remote, keep_kv = parse_kv_transfer_params(body.get("kv_transfer_params"))
+    params = body.get("kv_transfer_params")
+    remote, keep_kv = parse_kv_transfer_params(params, push=served.kv_push)
     prompts = _prompts(endpoint, body)
     max_tokens = _max_tokens(endpoint, body, prompts, served)
     n = body.get("n") or 1
@@ -288,23 +290,31 @@ def _forced_tool(body: JSON) -> str | None:
     return None
 
 
-def parse_kv_transfer_params(params: object) -> tuple[RemoteKv | None, bool]:
-    """The claim of a decode leg, and whether this is a prefill leg."""
+def parse_kv_transfer_params(params: object, *, push: bool = False) -> tuple[RemoteKv | None, bool]:
+    """The claim of a decode leg, and whether this is a prefill leg.
+
+    Under `push` the claim's request id is left to the caller: both legs go by the same one.
+    """
     if params is None:
         return None, False
-    if not isinstance(params, Mapping):
+    if not isinstance(params, dict):
         raise invalid("kv_transfer_params", "dict_type", "Input should be a valid dictionary", "''")
     keep_kv = bool(params.get("do_remote_decode"))
-    groups = params.get("remote_block_ids")
-    if not params.get("do_remote_prefill") or not groups:
-        return None, keep_kv
-    first = groups[0] if isinstance(groups[0], list) else groups
-    if not first:
+    blocks = () if push else _blocks(params.get("remote_block_ids"))
+    if not params.get("do_remote_prefill") or (not blocks and not push):
         return None, keep_kv
     try:
-        return _claim(params, first), keep_kv
+        return _claim(params | {"remote_request_id": ""} if push else params, blocks), keep_kv
     except (KeyError, TypeError, ValueError):
         return RemoteKv(None, "", ()), keep_kv
+
+
+def _blocks(groups: Any) -> Sequence[int]:
+    """Blocks of the first cache group; older versions have no groups."""
+    if not groups:
+        return ()
+    found: Sequence[int] = groups[0] if isinstance(groups[0], list) else groups
+    return found
 
 
 def _claim(params: Mapping[str, Any], blocks: Sequence[int]) -> RemoteKv:

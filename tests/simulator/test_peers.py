@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 from simulator.engine import RemoteKv
 from simulator.peers import Peers
 
 
 class Source:
-    def __init__(self, reachable=True):
-        self.kv_reachable = reachable
-        self.notices = []
+    """A worker that answers at once, later, or never."""
 
-    def read_kv(self, blocks):
-        return [block * 10 for block in blocks]
+    def __init__(self, reachable=True):
+        self.reachable = reachable
+        self.notices = []
+        self.registered = []
+
+    def serve_read(self, request_id, blocks, done):
+        if self.reachable is None:
+            return
+        if blocks is None:
+            self.registered.append((request_id, done))
+        elif self.reachable:
+            done([block * 10 for block in blocks], True)
+        else:
+            done(None, False)
 
     def kv_notice(self, kind, request_id):
         self.notices.append((kind, request_id))
@@ -97,5 +108,26 @@ def test_a_dead_source_and_a_gone_process():
         assert await read(one, gone) == (None, False)
         assert await read(one, RemoteKv("p", "r", (1,), "127.0.0.1", 1)) == (None, False)
         one.notify("release", gone)
+
+    with_two(test)
+
+
+def test_what_is_pushed_arrives_when_it_is_sent():
+    async def test(one, other):
+        source = Source()
+        one.register("here", source)
+        other.register("there", source)
+        for peers, name in ((one, "here"), (other, "there")):
+            remote = replace(claim(peers, name), push=True, blocks=())
+            reading = asyncio.create_task(read(one, remote))
+            for _ in range(500):
+                if source.registered:
+                    break
+                await asyncio.sleep(0.002)
+            assert not reading.done()
+            request_id, done = source.registered.pop()
+            assert request_id == "r1"
+            done([7], True)
+            assert await reading == ([7], True)
 
     with_two(test)

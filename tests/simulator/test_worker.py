@@ -164,6 +164,70 @@ def test_a_claim_of_the_clients_own_making_hangs_and_kills_the_engine(serve):
     eventually(lambda: served.get("/health").status_code == 200)
 
 
+# -- handoff by push ----------------------------------------------------------------------------
+
+
+def push_leg2(served):
+    """What a caller that knows the prefill worker can say before that has answered."""
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": served.workers[0].engine.engine_id,
+        "remote_host": served.fleet.peers.host,
+        "remote_port": served.fleet.peers.port,
+        "tp_size": 1,
+    }
+
+
+def push_legs(served, ids, order):
+    """Send both legs at once, each under its own id, in an order; their texts."""
+    bodies = [
+        CHAT | {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}},
+        CHAT | {"kv_transfer_params": push_leg2(served)},
+    ]
+    replies: dict[int, httpx.Response] = {}
+
+    def send(at):
+        url = served.url(at) + PATH
+        headers = {"x-request-id": ids[at]}
+        replies[at] = httpx.post(url, json=bodies[at], headers=headers, timeout=10)
+
+    threads = [threading.Thread(target=send, args=(at,)) for at in order]
+    for thread, at in zip(threads, order, strict=True):
+        thread.start()
+        eventually(lambda at=at: served.state(at)["requests_total"] == 1)
+    for thread in threads:
+        thread.join()
+    return replies
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_pushed_kv_gives_the_text_of_one_worker(serve, order):
+    served = serve("prefill", "decode", "both", kv_push=True)
+    replies = push_legs(served, ("same", "same"), order)
+    assert replies[0].json()["kv_transfer_params"]["transfer_mode"] == "push"
+    assert content(replies[1]) == content(served.post(PATH, CHAT, 2))
+    eventually(lambda: served.state(0)["pinned_requests"] == 0)
+    assert served.state(0)["transfers_total"] == 1
+    assert served.state(1)["transfers_total"] == 0
+    assert served.state(1)["computed_tokens_total"] == 1
+
+
+def test_pushed_kv_needs_the_same_request_id_on_both_legs(serve):
+    served = serve("prefill", "decode", kv_push=True, speed=1.0)
+    body = CHAT | {"kv_transfer_params": push_leg2(served)}
+    leg1(served)
+    connection = raw_request(served, body, 1)
+    eventually(lambda: served.state(1)["pulling"] == 1)
+    connection.settimeout(0.2)
+    with pytest.raises(TimeoutError):
+        connection.recv(1)
+    connection.close()
+    eventually(lambda: served.state(1)["pulling"] == 0)
+    assert served.get("/health", 1).status_code == 200
+    eventually(lambda: not served.workers[0]._registered)
+
+
 # -- clients that leave -------------------------------------------------------------------------
 
 
@@ -471,3 +535,22 @@ def test_a_slow_reader_gets_everything_and_holds_up_nobody(serve):
         data += connection.recv(1 << 20)
     connection.close()
     assert data.count(b'"content":"') == 30_001
+
+
+def test_cache_events_are_published_where_the_worker_says(serve):
+    silent = serve("prefill")
+    assert silent.get("/kv_event_sources").json() == {}
+    served = serve("prefill", kv_events=True)
+    source = served.get("/kv_event_sources").json()["0"]
+    assert source["topic"] == "kv@p0@tiny"
+    host, port = source["endpoint"].removeprefix("tcp://").split(":")
+    with socket.create_connection((host, int(port)), timeout=5) as subscriber:
+        greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+        subscriber.sendall(greeting + b"\x04\x19\x05READY\x0bSocket-Type\0\0\0\x03SUB\0\x01\x01")
+        publisher = served.workers[0]._publisher
+        eventually(lambda: any(peer.topics for peer in publisher.peers))
+        served.post(PATH, CHAT)
+        data = b""
+        while b"BlockStored" not in data:
+            data += subscriber.recv(65536)
+    assert b"kv@p0@tiny" in data
