@@ -122,6 +122,21 @@ def test_documents_link_to_files_that_exist():
                 assert (document.parent / target).exists(), f"{document.name}: {target}"
 
 
+def test_every_document_can_be_reached_from_the_readme():
+    reached, ahead = set(), [ROOT / "README.md"]
+    while ahead:
+        document = ahead.pop()
+        if document in reached:
+            continue
+        reached.add(document)
+        if document.is_dir():
+            ahead.append(document / "README.md")
+        elif document.suffix == ".md":
+            targets = re.findall(r"\]\(([^)#\s:]+)\)", document.read_text(encoding="utf-8"))
+            ahead += [(document.parent / target).resolve() for target in targets]
+    assert set(ROOT.glob("docs/**/*.md")) <= reached
+
+
 def test_documents_named_in_the_source_exist():
     for module in source_modules():
         for name in re.findall(r"docs/[\w./-]+\.md", (ROOT / module).read_text(encoding="utf-8")):
