@@ -36,7 +36,7 @@ def test_demand_counts_what_is_not_cached():
     prices = PROFILES["b300-tp4"]
     once = pace.demand([shared], prices, 2, 1 << 20).prefill_s
     twice = pace.demand([shared, shared], prices, 2, 1 << 20).prefill_s
-    assert once < twice < 1.1 * once
+    assert once < twice < 1.25 * once
 
 
 def test_wall_time_is_bounded():
