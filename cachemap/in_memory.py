@@ -3,7 +3,7 @@
 A prefix is a chain of blocks (`cachemap.hashing`). For every block the map keeps the set of workers
 that hold it, as bits of one integer, so that a match walks the prompt once, whatever the number of
 workers. Each worker's blocks are evicted as its engine does: least recently used first, and within
-a prompt the tail first, so a block never outlives the blocks before it.
+a prompt the tail first, so eviction never leaves a block without the blocks before it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 from cachemap.hashing import Blocks
 
 # Bytes of memory that one block held by one worker costs, all structures together. Measured with
-# tracemalloc: 184 on average, up to twice that right after a hash table has doubled.
+# tracemalloc: 184 on average, up to twice that right after a hash table has doubled; beside it one
+# bit of the block's holders for each worker there is.
 ENTRY_BYTES = 320
+_WORKERS_PER_BYTE = 8
 
 
 @dataclass(slots=True)
@@ -36,10 +38,10 @@ class InMemoryCacheMap:
     """
 
     def __init__(self, max_bytes: int) -> None:
-        self._max_entries = max(1, max_bytes // ENTRY_BYTES)
+        self._max_bytes = max_bytes
         self._holders: dict[int, int] = {}
         self._workers: dict[str, _Holdings] = {}
-        self._share = self._max_entries  # entries that one worker may have
+        self._share = 0  # entries that one worker may have
 
     def add_worker(self, worker: str, capacity_bytes: int) -> None:
         """Know `worker`, with room for `capacity_bytes` of prompt. Known before: resized only."""
@@ -107,7 +109,10 @@ class InMemoryCacheMap:
             self._evict(holdings)
 
     def forget(self, worker: str, blocks: Blocks, held_bytes: int) -> None:
-        """`worker` turned out to hold only the first `held_bytes`: drop its blocks behind them."""
+        """`worker` turned out to hold only the first `held_bytes`: drop the blocks behind them.
+
+        What other prompts stored behind a dropped block is matched again once that block is back.
+        """
         holdings = self._workers.get(worker)
         if holdings is None:
             return
@@ -134,12 +139,17 @@ class InMemoryCacheMap:
 
     def memory_bytes(self) -> int:
         """Estimate of the memory that the map occupies."""
-        return ENTRY_BYTES * sum(len(holdings.blocks) for holdings in self._workers.values())
+        entries = sum(len(holdings.blocks) for holdings in self._workers.values())
+        return self._entry_bytes() * entries
 
     def _share_out(self) -> None:
-        self._share = self._max_entries // max(len(self._workers), 1)
+        self._share = self._max_bytes // self._entry_bytes() // max(len(self._workers), 1)
         for holdings in self._workers.values():
-            self._evict(holdings)
+            if len(holdings.blocks) > self._share:
+                self._evict(holdings)
+
+    def _entry_bytes(self) -> int:
+        return ENTRY_BYTES + len(self._workers) // _WORKERS_PER_BYTE
 
     def _evict(self, holdings: _Holdings) -> None:
         lru, capacity_bytes, share = holdings.blocks, holdings.capacity_bytes, self._share

@@ -62,7 +62,7 @@ def read_prompt(body: Mapping[str, Any], model: str) -> Prompt:
     if isinstance(messages, list):
         return _chat(body, messages, seed)
     prompt = body.get("prompt", "")
-    if isinstance(prompt, list) and len(prompt) == 1:
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]  # a batch of one is the same prompt
     if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
         data = b"".join(
@@ -76,11 +76,11 @@ def _chat(body: Mapping[str, Any], messages: list[Any], seed: int) -> Prompt:
     parts: list[bytes] = []
     size = 0
     ends: list[int] = []
-    preamble = [_any(body[name]) for name in _TEMPLATE_FIELDS if body.get(name) is not None]
+    preamble = [_named(name, body[name]) for name in _TEMPLATE_FIELDS if body.get(name) is not None]
     # GLM and Kimi print the tools before the system message, and so do 15 of 68 known templates;
     # where they come second, equal tools with other system texts are credited too far.
     if body.get("tools"):
-        preamble.append(_any(body["tools"]))
+        preamble.append(_named("tools", body["tools"]))
     if preamble:
         parts.append(_FIELD.join(preamble) + _MESSAGE_END)
         size = len(parts[0])
@@ -100,7 +100,7 @@ def _message(message: Any) -> Sequence[bytes]:
     head = (_any("" if role is None else role), _FIELD, _content(content))
     if len(message) == 2:
         return (*head, _MESSAGE_END)
-    fields = [_FIELD + _any(message[name]) for name in _MESSAGE_FIELDS if message.get(name)]
+    fields = [_FIELD + _named(name, message[name]) for name in _MESSAGE_FIELDS if message.get(name)]
     return (*head, *fields, _MESSAGE_END)
 
 
@@ -126,10 +126,17 @@ def _text(text: str) -> bytes:
         return text.encode("utf-8", "surrogatepass")
 
 
+def _named(name: str, value: Any) -> bytes:
+    return name.encode() + _FIELD + _any(value)
+
+
 def _any(value: Any) -> bytes:
     if isinstance(value, str):
         return _text(value)
     try:
         return orjson.dumps(value)
-    except TypeError:  # an integer beyond 64 bits or a lone surrogate
-        return repr(value).encode("utf-8", "surrogatepass")
+    except TypeError:  # an integer beyond 64 bits, a lone surrogate, or nested very deeply
+        try:
+            return repr(value).encode("utf-8", "surrogatepass")
+        except RecursionError:
+            return b""  # no engine takes it

@@ -170,7 +170,7 @@ class Fleet:
 
     def release(self, lease: Lease) -> None:
         """The call is over: give its place to whoever waits."""
-        self.scheduler.close(lease, time.monotonic())
+        self.scheduler.close(lease)
         self.wake()
 
     def wake(self) -> None:
@@ -179,7 +179,7 @@ class Fleet:
             for lease in self.scheduler.place_waiting(time.monotonic()):
                 place = self._waiting[lease.job.id]
                 if place.done():  # cancelled in this very turn of the loop
-                    self.scheduler.close(lease, time.monotonic())
+                    self.scheduler.close(lease)
                 else:
                     place.set_result(lease)
 

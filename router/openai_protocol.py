@@ -4,6 +4,7 @@ looking into replies. Bodies stay opaque; members that are not named here are ne
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import orjson
@@ -56,8 +57,11 @@ def _parse_leniently(raw: bytes) -> Any:
 def dump(body: JSON) -> bytes:
     try:
         return orjson.dumps(body)
-    except TypeError:  # an integer beyond 64 bits or a lone surrogate
-        return json.dumps(body, separators=(",", ":")).encode()
+    except TypeError:  # an integer beyond 64 bits, a lone surrogate, or nested very deeply
+        try:
+            return json.dumps(body, separators=(",", ":")).encode()
+        except RecursionError:
+            raise BadRequest("The request body is nested too deeply.") from None
 
 
 def splice_member(raw: bytes, name: bytes, value: bytes) -> bytes:
@@ -79,15 +83,12 @@ def with_model(raw: bytes, body: JSON, name: str) -> tuple[bytes, JSON]:
     if asked == name:
         return raw, body
     body = body | {"model": name}
-    for between in (b"", b" "):
-        old = b'"model":' + between + dump_string(asked)
-        if raw.count(old) == 1:
-            return raw.replace(old, b'"model":' + between + dump_string(name)), body
+    member = re.compile(rb'("model"\s*:\s*)' + re.escape(orjson.dumps(asked)))
+    changed, count = member.subn(lambda found: found[1] + orjson.dumps(name), raw)
+    # The one place that reads like the member may be one of another object's.
+    if count == 1 and parse(changed) == body:
+        return changed, body
     return dump(body), body
-
-
-def dump_string(text: str) -> bytes:
-    return orjson.dumps(text)
 
 
 def output_limit(body: JSON) -> int | None:

@@ -68,14 +68,29 @@ def place(
     second, alone = _price_decode(job, decoders, prices)
     candidates = (first, second, alone)
     price, _, decode, _ = min(alone, key=_ORDER)
-    if first:
-        prefill_price, _, prefill, _ = min(first, key=_ORDER)
-        decode_price, _, behind, _ = min(second, key=_ORDER)
-        # A worker of both roles needs no handoff to itself.
-        if prefill_price + decode_price <= price and prefill is not behind:
-            cached = job.cached_tokens(prefill.id)
-            return Placement(prefill, behind, prefill_price + decode_price, cached, candidates)
+    pair = _cheapest_pair(first, second)
+    if pair is not None and pair[0] <= price:
+        price, prefill, decode = pair
+        return Placement(prefill, decode, price, job.cached_tokens(prefill.id), candidates)
     return Placement(None, decode, price, job.cached_tokens(decode.id), candidates)
+
+
+def _cheapest_pair(
+    first: Sequence[Candidate], second: Sequence[Candidate]
+) -> tuple[float, WorkerState, WorkerState] | None:
+    """Price, prefill and decode worker of the cheapest plan on two workers, if there is one."""
+    if not first:
+        return None
+    p, d = min(first, key=_ORDER), min(second, key=_ORDER)
+    if p[2] is not d[2]:
+        return p[0] + d[0], p[2], d[2]
+    # A worker of both roles is the best for either: it keeps one, the runner-up gets the other.
+    pairs = [(p, other) for other in second if other[2] is not d[2]]
+    pairs += [(other, d) for other in first if other[2] is not p[2]]
+    if not pairs:
+        return None
+    p, d = min(pairs, key=lambda pair: pair[0][0] + pair[1][0])
+    return p[0] + d[0], p[2], d[2]
 
 
 def _decoders(job: Job, workers: Sequence[WorkerState]) -> list[WorkerState]:

@@ -103,7 +103,8 @@ class Scheduler:
     def prefill_done(self, lease: Lease, now_s: float) -> None:
         """The prefill worker has answered: what it was charged ends here, not with the call."""
         if lease.phase == "prefill":
-            self._release_prefill(lease, now_s)
+            self._release_prefill(lease)
+            (lease.placement.prefill or lease.placement.decode).prefill_since_s = now_s
             lease.phase = "transfer"
 
     def decode_started(self, lease: Lease, now_s: float) -> None:
@@ -112,11 +113,12 @@ class Scheduler:
         if lease.phase == "transfer":
             lease.phase = "decode"
 
-    def close(self, lease: Lease, now_s: float) -> None:
+    def close(self, lease: Lease) -> None:
         """The call is over, however it ended. Closing twice is closing once."""
         if lease.phase == "closed":
             return
-        self.prefill_done(lease, now_s)
+        if lease.phase == "prefill":
+            self._release_prefill(lease)
         lease.phase = "closed"
         self.leases.discard(lease)
         decode, prefill = lease.placement.decode, lease.placement.prefill
@@ -168,7 +170,7 @@ class Scheduler:
             worker.recent_prefill_tokens *= fade
         prefill.recent_prefill_tokens += tokens
 
-    def _release_prefill(self, lease: Lease, now_s: float) -> None:
+    def _release_prefill(self, lease: Lease) -> None:
         worker = lease.placement.prefill or lease.placement.decode
         worker.prefill_jobs -= 1
         worker.prefill_work_tokens -= lease.prefill_tokens
@@ -176,4 +178,3 @@ class Scheduler:
         worker.prefill_work_ms = (
             worker.prefill_work_ms - lease.prefill_ms if worker.prefill_jobs else 0.0
         )
-        worker.prefill_since_s = now_s
