@@ -8,6 +8,7 @@ from typing import Any
 
 import orjson
 
+from simulator.control import control
 from simulator.http_server import Connection, Exchange
 from simulator.peers import Peers
 from simulator.worker import Worker, WorkerConfig
@@ -78,4 +79,4 @@ class Fleet:
         elif parts[2] not in self.workers:
             exchange.reply(404, orjson.dumps({"detail": f"no worker {parts[2]!r}"}))
         else:
-            self.workers[parts[2]].control(exchange, "/".join(parts[3:]))
+            control(self.workers[parts[2]], exchange, "/".join(parts[3:]))

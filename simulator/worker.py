@@ -3,35 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, replace
 from secrets import token_hex
 from time import time
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 import orjson
 
 from simulator import metrics
+from simulator.control import Received
 from simulator.engine import Engine, EngineDeadError, Heartbeat, Pull, Reason, Release, Request
 from simulator.engine import Sequence as EngineSequence
-from simulator.faults import FaultError, Faults
-from simulator.faults import parse as parse_faults
+from simulator.faults import Faults
+from simulator.frontend import Frontend
 from simulator.generation import Generation
 from simulator.http_server import Connection, Exchange
 from simulator.kv_events import BUFFERED_BATCHES, KvEventLog
 from simulator.peers import OnRead, Peers
 from simulator.profile import Profile
-from simulator.vllm import endpoints, errors, replies, requests
+from simulator.vllm import errors, replies, requests
 from simulator.zmtp import Publisher, Replier
 
 JSON = dict[str, Any]
 Role = Literal["prefill", "decode", "both"]
 
-_NOT_FOUND = b'{"detail":"Not Found"}'
-_NOT_ALLOWED = b'{"detail":"Method Not Allowed"}'
-_UNAUTHORIZED = b'{"error":"Unauthorized"}'
 # The loop's timers count milliseconds; waking more often gains nothing.
 _MIN_TICK_S = 0.001
 
@@ -57,25 +53,6 @@ class WorkerConfig:
     "Prefill workers send KV; decode workers do not fetch it."
 
 
-@dataclass(slots=True)
-class _Received:
-    """The last requests, if somebody wants to see them."""
-
-    limit: int = 0
-    items: deque[JSON] = field(default_factory=deque)
-
-    def note(self, exchange: Exchange) -> None:
-        if not self.limit:
-            return
-        headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in exchange.headers.items()}
-        body = exchange.body.decode("utf-8", "replace")
-        self.items.append(
-            {"method": exchange.method, "path": exchange.path, "headers": headers, "body": body}
-        )
-        while len(self.items) > self.limit:
-            self.items.popleft()
-
-
 class Worker:
     """Serves one engine. `start`, `stop` and everything between happen on one event loop."""
 
@@ -85,15 +62,15 @@ class Worker:
         self.port = config.port
         self.faults = Faults()
         self.connections: set[Connection] = set()
-        self.received = _Received()
+        self.received = Received()
         self._server: asyncio.Server | None = None
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s = 0.0
         self._fault_timer: asyncio.TimerHandle | None = None
         self._pumping = False
-        self._error_share = 0.0
         self._calls: dict[str, Generation] = {}
+        self._frontend = Frontend(self)
         self._publisher = Publisher()
         self._replier = Replier(self._replay)
         self._boot()
@@ -143,7 +120,7 @@ class Worker:
     async def _listen(self) -> None:
         if self._server is None:
             self._server = await self._loop.create_server(
-                lambda: Connection(self.handle, self.connections),
+                lambda: Connection(self._frontend.handle, self.connections),
                 self.config.host,
                 self.port,
                 backlog=4096,
@@ -215,9 +192,10 @@ class Worker:
         exchange.reply(200, body)
 
     def _end_faults(self) -> None:
-        self._background(self.set_faults(Faults()))
+        self.background(self.set_faults(Faults()))
 
-    def _background(self, work: Any) -> None:
+    def background(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run something that awaits, on behalf of a caller that cannot."""
         task = self._loop.create_task(work)
         task.add_done_callback(lambda done: done.exception())
 
@@ -382,90 +360,14 @@ class Worker:
             push=self.config.kv_push,
         )
 
-    # -- HTTP -----------------------------------------------------------------------------------
+    # -- calls ----------------------------------------------------------------------------------
 
-    def handle(self, exchange: Exchange) -> None:
-        """One request. Every reply of this worker starts here."""
-        path = exchange.path.partition("?")[0]
-        if path.startswith("/sim/"):
-            self._control(exchange, path)
-            return
-        if self.faults.stall == "all":
-            return
-        try:
-            self._route(exchange, path)
-        except errors.ApiError as error:
-            exchange.reply(error.status, error.body())
+    @property
+    def open_calls(self) -> int:
+        return len(set(self._calls.values()))
 
-    def _route(self, exchange: Exchange, path: str) -> None:
-        if path.startswith("/v1/") or path in _POST_ROUTES:
-            self.received.note(exchange)
-            if self.faults.stall or not self._authorized(exchange, path):
-                return
-        if path in _GENERATE:
-            if exchange.method == "POST":
-                self._generate(exchange, _GENERATE[path])
-            else:
-                exchange.reply(405, _NOT_ALLOWED, extra=b"allow: POST\r\n")
-            return
-        allowed = ("GET", "HEAD") if path in _GET_ROUTES else ("POST",)
-        route = _GET_ROUTES.get(path) or _POST_ROUTES.get(path)
-        if route is None:
-            exchange.reply(404, _NOT_FOUND)
-        elif exchange.method not in allowed:
-            exchange.reply(405, _NOT_ALLOWED, extra=b"allow: %b\r\n" % allowed[0].encode())
-        else:
-            route(self, exchange)
-
-    def _authorized(self, exchange: Exchange, path: str) -> bool:
-        key = self.config.api_key if path.startswith("/v1/") else None
-        if key is not None and exchange.header(b"authorization") != f"Bearer {key}":
-            exchange.reply(401, _UNAUTHORIZED)
-            return False
-        if self.faults.host_check and exchange.header(b"host") != urlsplit(self.url).netloc:
-            exchange.reply(421, b'{"detail":"Misdirected Request"}')
-            return False
-        return True
-
-    def _server_error(self, exchange: Exchange) -> bool:
-        """Answer with a server error if it is this request's turn to fail."""
-        self._error_share += self.faults.error_5xx
-        if self._error_share < 1:
-            return False
-        self._error_share -= 1
-        kind = (
-            "ServiceUnavailableError" if self.faults.error_status == 503 else "InternalServerError"
-        )
-        error = errors.ApiError(self.faults.error_status, "Injected failure", kind)
-        exchange.reply(error.status, error.body())
-        return True
-
-    def _generate(self, exchange: Exchange, endpoint: requests.Endpoint) -> None:
-        if self.faults.error_5xx and self._server_error(exchange):
-            return
-        if self.engine.dead:
-            raise errors.INTERNAL_ERROR
-        body = requests.load_body(exchange.body)
-        given = exchange.header(b"x-request-id") or body.get("request_id")
-        base = str(given) if given else token_hex(8)
-        try:
-            call = requests.parse_call(endpoint, body, self.served, base)
-        except errors.ApiError:
-            self._free_rejected(body)
-            raise
-        Generation(self, exchange, call, self._submit(call)).begin()
-        self.pump()
-
-    def _free_rejected(self, body: JSON) -> None:
-        """A refused decode leg still tells the prefill worker that nobody will come."""
-        try:
-            remote, _ = requests.parse_kv_transfer_params(body.get("kv_transfer_params"))
-        except errors.ApiError:
-            return
-        if remote is not None and remote.engine_id is not None:
-            self.peers.notify("release", remote)
-
-    def _submit(self, call: requests.Call) -> list[EngineSequence]:
+    def submit(self, call: requests.Call) -> list[EngineSequence]:
+        """Queue what a call asks for. Raises ApiError if the engine is dead."""
         now_s = self.now_s
         tag = token_hex(4)
         sequences = []
@@ -505,171 +407,33 @@ class Worker:
                 self.engine.abort(sequence.request.id, self.now_s)
         self._loop.call_soon(self.pump)
 
-    # -- plain endpoints ------------------------------------------------------------------------
-
-    def _health(self, exchange: Exchange) -> None:
-        exchange.reply(503 if self.engine.dead else 200)
-
-    def _version(self, exchange: Exchange) -> None:
-        exchange.reply(200, orjson.dumps({"version": replies.VERSION}))
-
-    def _models(self, exchange: Exchange) -> None:
-        exchange.reply(200, endpoints.models(self.served, int(time())))
-
-    def _load(self, exchange: Exchange) -> None:
-        exchange.reply(200, orjson.dumps({"server_load": len(set(self._calls.values()))}))
-
-    def _metrics(self, exchange: Exchange) -> None:
-        self.pump()
-        page = metrics.render(self.engine, self.observed, self.config.names[0], self.started_at_s)
-        exchange.reply(200, page, "text/plain; version=0.0.4; charset=utf-8")
-
-    def _kv_event_sources(self, exchange: Exchange) -> None:
-        sources = {}
-        if self.config.kv_events:
-            sources["0"] = {
-                "enable_kv_cache_events": True,
-                "publisher": "zmq",
-                "endpoint": f"tcp://{self.config.host}:{self._publisher.port}",
-                "replay_endpoint": f"tcp://{self.config.host}:{self._replier.port}",
-                "buffer_steps": BUFFERED_BATCHES,
-                "hwm": 100000,
-                "max_queue_size": 100000,
-                "topic": self._event_log.topic.decode(),
-            }
-        exchange.reply(200, orjson.dumps(sources))
-
-    def _tokenize(self, exchange: Exchange) -> None:
-        exchange.reply(200, endpoints.tokenize(requests.load_body(exchange.body), self.served))
-
-    def _detokenize(self, exchange: Exchange) -> None:
-        exchange.reply(200, endpoints.detokenize(requests.load_body(exchange.body)))
-
-    def _reset_prefix_cache(self, exchange: Exchange) -> None:
-        done = self.engine.reset_cache(self.now_s)
-        exchange.reply(200, orjson.dumps({"success": done}))
-
-    # -- control --------------------------------------------------------------------------------
-
-    def state(self) -> JSON:
-        """What the worker is doing and has done since its engine started."""
-        engine, totals = self.engine, self.engine.totals
-        tokens = engine.block_tokens
-        return {
-            "name": self.config.name,
-            "role": self.config.role,
-            "url": self.url,
-            "engine_id": engine.engine_id,
-            "started_at_s": self.started_at_s,
-            "dead": engine.dead,
-            "running": engine.running,
-            "waiting": engine.waiting,
-            "prefilling": engine.prefilling,
-            "pulling": engine.pulling,
-            "pinned_requests": len(engine.pins),
-            "kv_used_tokens": engine.blocks.held * tokens,
-            "kv_capacity_tokens": engine.blocks.capacity * tokens,
-            "kv_cached_tokens": engine.blocks.known * tokens,
-            "cached_tokens_total": totals.cached,
-            "computed_tokens_total": totals.computed,
-            "external_tokens_total": totals.external,
-            "prompt_tokens_total": totals.prompt,
-            "output_tokens_total": totals.output,
-            "requests_total": totals.requests,
-            "aborted_total": totals.aborted,
-            "expired_total": totals.expired,
-            "preemptions_total": totals.preemptions,
-            "transfers_total": totals.transfers,
-            "transfer_failures_total": totals.transfer_failures,
-            "late_releases_total": totals.late_releases,
-            "busy_s": totals.busy_s,
-            "open_connections": len(self.connections),
-            "faults": self.faults.as_json(),
-            "received": list(self.received.items),
-        }
-
-    def _control(self, exchange: Exchange, path: str) -> None:
-        self.control(exchange, path.removeprefix("/sim/"))
-
-    def control(self, exchange: Exchange, what: str) -> None:
-        """The simulator's own endpoints, on the worker's port or through the process's."""
-        route = _CONTROL.get((exchange.method, what))
-        if route is None:
-            exchange.reply(404, _NOT_FOUND)
-        else:
-            route(self, exchange)
-
-    def _get_state(self, exchange: Exchange) -> None:
-        self.pump()
-        exchange.reply(200, orjson.dumps(self.state()))
-
-    def _get_faults(self, exchange: Exchange) -> None:
-        exchange.reply(200, orjson.dumps(self.faults.as_json()))
-
-    def _post_restart(self, exchange: Exchange) -> None:
-        self._background(self.restart(exchange))
-
-    def _put_faults(self, exchange: Exchange) -> None:
-        try:
-            faults = parse_faults(orjson.loads(exchange.body or b"{}"))
-        except (FaultError, orjson.JSONDecodeError) as error:
-            exchange.reply(400, orjson.dumps({"detail": str(error)}))
-            return
-        self._background(self.set_faults(faults, exchange))
-
-    def _put_record(self, exchange: Exchange) -> None:
-        """`{"last": n}`: keep the last n requests for /sim/state; 0 keeps none."""
-        try:
-            limit = int(orjson.loads(exchange.body)["last"])
-        except (KeyError, TypeError, ValueError):
-            exchange.reply(400, b'{"detail":"want {\\"last\\": n}"}')
-            return
-        self.received = _Received(limit)
-        exchange.reply(200, orjson.dumps({"last": limit}))
-
-    def _post_reset(self, exchange: Exchange) -> None:
-        """Counters and cache as new, the engine id kept. 409 while anything runs."""
-        self.engine.advance_quietly(self.now_s)
+    def reset(self) -> bool:
+        """Counters and cache as new, the engine id kept. False while anything runs."""
         engine = self.engine
+        engine.advance_quietly(self.now_s)
         if engine.running or engine.waiting:
-            exchange.reply(409, b'{"detail":"requests are running"}')
-            return
+            return False
         engine.drop_pins()
         engine.reset_cache(self.now_s)
         engine.totals = type(engine.totals)()
         self.observed = metrics.Observations()
-        self.received = _Received()
-        exchange.reply(200, b"{}")
+        return True
+
+    def kv_event_source(self) -> JSON | None:
+        """Where cache events are published, if they are."""
+        if not self.config.kv_events:
+            return None
+        return {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": f"tcp://{self.config.host}:{self._publisher.port}",
+            "replay_endpoint": f"tcp://{self.config.host}:{self._replier.port}",
+            "buffer_steps": BUFFERED_BATCHES,
+            "hwm": 100000,
+            "max_queue_size": 100000,
+            "topic": self._event_log.topic.decode(),
+        }
 
 
 def _base_id(request_id: str) -> str:
     return request_id.rpartition("-")[0]
-
-
-_Route = Callable[[Worker, Exchange], None]
-_GENERATE: dict[str, requests.Endpoint] = {
-    "/v1/chat/completions": "chat",
-    "/v1/completions": "completion",
-}
-_GET_ROUTES: dict[str, _Route] = {
-    "/health": Worker._health,
-    "/ping": Worker._health,
-    "/version": Worker._version,
-    "/v1/models": Worker._models,
-    "/load": Worker._load,
-    "/metrics": Worker._metrics,
-    "/kv_event_sources": Worker._kv_event_sources,
-}
-_POST_ROUTES: dict[str, _Route] = {
-    "/tokenize": Worker._tokenize,
-    "/detokenize": Worker._detokenize,
-    "/reset_prefix_cache": Worker._reset_prefix_cache,
-}
-_CONTROL: dict[tuple[str, str], _Route] = {
-    ("GET", "state"): Worker._get_state,
-    ("GET", "faults"): Worker._get_faults,
-    ("PUT", "faults"): Worker._put_faults,
-    ("PUT", "record"): Worker._put_record,
-    ("POST", "restart"): Worker._post_restart,
-    ("POST", "reset"): Worker._post_reset,
-}

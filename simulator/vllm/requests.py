@@ -106,6 +106,15 @@ def _invalid_json(raw: bytes) -> ApiError:
 
 def parse_call(endpoint: Endpoint, body: JSON, served: Served, request_id: str) -> Call:
     """Check a request as the engine does. Raises ApiError. Unknown members are ignored."""
+    try:
+        return _understood(endpoint, body, served, request_id)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        # A member of a kind that no check above names: its own text stays out of the reply.
+        text = f"The request cannot be understood ({type(error).__name__})."
+        raise ApiError(400, text) from error
+
+
+def _understood(endpoint: Endpoint, body: JSON, served: Served, request_id: str) -> Call:
     check_types(endpoint, body)
     model = body.get("model") or served.names[0]
     if model not in served.names:

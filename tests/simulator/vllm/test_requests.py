@@ -6,6 +6,8 @@ from typing import Any
 
 import orjson
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from simulator.tokenizer import encode
 from simulator.vllm.errors import ApiError
@@ -132,3 +134,48 @@ def test_bodies_that_are_no_objects():
         with pytest.raises(ApiError) as caught:
             load_body(raw)
         assert caught.value.status == 400
+
+
+anything = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**40), 2**40)
+    | st.floats()
+    | st.text(st.characters(codec="utf-8"), max_size=9),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["role", "content", "type", "function", "name"]), inner)
+    ),
+    max_leaves=8,
+)
+members = st.dictionaries(
+    st.sampled_from(
+        [
+            "messages", "prompt", "model", "max_tokens", "max_completion_tokens", "min_tokens",
+            "n", "stream", "stream_options", "stop", "logprobs", "top_logprobs", "tools",
+            "tool_choice", "cache_salt", "kv_transfer_params", "truncate_prompt_tokens", "echo",
+            "stream_interval", "chat_template_kwargs", "return_token_ids", "continue_final_message",
+        ]
+    ),
+    anything,
+)  # fmt: skip
+
+
+@given(st.sampled_from(["chat", "completion"]), members, st.booleans())
+def test_whatever_comes_is_understood_or_refused(endpoint, body, sound):
+    if sound:
+        body |= {"messages": [{"role": "user", "content": "Hi"}], "prompt": "Hi", "model": "tiny"}
+    found = outcome(endpoint, body)
+    if isinstance(found, ApiError):
+        assert 400 <= found.status < 500
+        assert orjson.loads(found.body())
+        return
+    assert all(0 < len(prompt) < SERVED.max_model_len for prompt in found.prompts)
+    assert found.max_tokens is None or found.max_tokens >= max(1, found.min_tokens)
+
+
+def outcome(endpoint, body):
+    try:
+        return parse_call(endpoint, body, SERVED, "r")
+    except ApiError as error:
+        return error
