@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
@@ -73,8 +74,12 @@ def free_port() -> int:
 def process(
     command: Sequence[str], log: Path, cpus: str | None = None, capture: bool = False
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A child in a session of its own; the whole session is stopped on exit."""
-    prefix = ["taskset", "-c", cpus] if cpus else []
+    """A child in a session of its own; the whole session is stopped on exit.
+
+    Should this process be killed outright, the kernel ends the child, where setpriv can ask it to.
+    """
+    prefix = ["setpriv", "--pdeathsig", "TERM"] if shutil.which("setpriv") else []
+    prefix += ["taskset", "-c", cpus] if cpus else []
     with log.open("ab") as sink:
         child = subprocess.Popen(
             [*prefix, *command],

@@ -30,6 +30,7 @@ GIVE_UP_S = 10.0
 POLL_S = 0.005
 LEAKED_FILES_AT_MOST = 4
 GROWTH_AT_MOST_MB = 8.0
+LATE_AT_MOST = 30  # the run has failed by then, and each costs up to GIVE_UP_S
 LIVE = ("running", "waiting", "pinned_requests")
 # Room for three of the longest calls on a decode worker, so that more of them wait in the router.
 DECODE_CAPACITY_TOKENS = 32768
@@ -74,7 +75,7 @@ class Bench:
         await self._quiet()
         total = self._options.cuts
         with Progress("disconnects", total) as bar:
-            while self.tally.cuts < total:
+            while self.tally.cuts < total and len(self.tally.late) < LATE_AT_MOST:
                 if self.tally.cuts * 4 >= total * len(self.tally.files):
                     self._note_process()
                 size = min(self._group_size(), total - self.tally.cuts)
@@ -188,7 +189,7 @@ def run(options: argparse.Namespace) -> int:
     except ClusterError as error:
         report.say(f"disconnects: {error}")
         return report.finish({"error": str(error)}, ok=False)
-    return _show(tally, phases, expired)
+    return _show(tally, phases, expired, options.cuts)
 
 
 async def _cuts(running: Cluster, options: argparse.Namespace) -> Tally:
@@ -206,7 +207,7 @@ def _expired(running: Cluster) -> int:
     return sum(int(reply.json()["expired_total"]) for reply in replies)
 
 
-def _show(tally: Tally, phases: dict[str, float], expired: int) -> int:
+def _show(tally: Tally, phases: dict[str, float], expired: int, wanted: int) -> int:
     marks = [
         Mark("slowest engine to be rid of the work, s", max(tally.gone_s), GONE_WITHIN_S),
         Mark("slowest return of leases and queue to zero, s", max(tally.leases_s), GONE_WITHIN_S),
@@ -217,6 +218,7 @@ def _show(tally: Tally, phases: dict[str, float], expired: int) -> int:
         ),
         # From the first quarter on, when caches and pools have filled.
         Mark("memory growth, MB", tally.rss_mb[-1] - tally.rss_mb[1], GROWTH_AT_MOST_MB),
+        Mark("cuts made", float(tally.cuts), float(wanted), at_least=True),
         Mark("KV left to its lease's end", float(expired), 0.0),
     ]
     marks += [

@@ -26,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--reps", type=int, default=3)
     add("--secs", type=float, default=3.0, help="length of each window")
+    add("--quiet", type=float, default=10.0, help="seconds to wait for a calm machine, per test")
     add("--shared", help="folder that holds perf/ (default: PDROUTER_SHARED, or ../shared)")
     add("--peers", type=Path, help="folder of venv-vllm-router and venv-sglang-router")
     add("--own-rig", action="store_true", help="the rig of this package though another is there")
@@ -65,6 +66,7 @@ def _alone(tools: Tools, options: argparse.Namespace) -> tuple[JSON, list[Mark]]
     ):
         for repeat in range(options.reps):
             for number, test in enumerate(_TESTS):
+                rig.wait_calm(options.quiet)
                 for name, value in test(running, options.secs).items():
                     samples.setdefault(name, []).append(value)
                 bar.at(repeat * len(_TESTS) + number + 1)

@@ -63,6 +63,17 @@ def pinned(core: str) -> str | None:
     return core if len(os.sched_getaffinity(0)) > 1 and shutil.which("taskset") else None
 
 
+def wait_calm(longest_s: float, busy: float = 0.15, period_s: float = 0.4) -> None:
+    """Wait until other programs leave every core alone, or for `longest_s`."""
+    end_s = time.monotonic() + longest_s
+    while time.monotonic() < end_s:
+        before = cpu.core_busy_s()
+        time.sleep(period_s)
+        used = (b - a for a, b in zip(before, cpu.core_busy_s(), strict=True))
+        if max(used) / period_s < busy:
+            return
+
+
 @dataclass(frozen=True, slots=True)
 class Ports:
     regular: int

@@ -30,7 +30,7 @@ TESTS = "lat1k,lat128k,integrity,short,paced,short128k"
 # The rig's own ports, free in a namespace of its own.
 RIG_PORTS = rig.Ports(9101, (9201, 9202), (9301, 9302), 9500)
 CALM_SHARE = 0.2
-SECONDS_PER_ROUTER = 150.0
+SECONDS_PER_ROUTER = 400.0  # on a machine that is never calm
 
 
 @dataclass(frozen=True, slots=True)

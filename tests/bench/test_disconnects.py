@@ -12,8 +12,8 @@ def tally(gone_s=0.1, files=(40, 41, 40), rss_mb=(50.0, 60.0, 61.0)):
     return found
 
 
-def shown(capsys, *arguments):
-    status = disconnects._show(*arguments)
+def shown(capsys, found, phases, expired):
+    status = disconnects._show(found, phases, expired, wanted=2)
     return status, json.loads(capsys.readouterr().out.splitlines()[-1])
 
 

@@ -14,7 +14,7 @@ def test_peers_need_the_compiled_rig(tmp_path, capsys):
 @pytest.mark.slow
 def test_the_own_rig_end_to_end(tmp_path, capsys):
     out = str(tmp_path / "out")
-    main(["overhead", "--own-rig", "--reps", "1", "--secs", "0.3", "--out", out])
+    main(["overhead", "--own-rig", "--reps", "1", "--secs", "0.3", "--quiet", "0", "--out", out])
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert last["rig"] == "python"
     assert sum(last["failed"]) == 0

@@ -1,4 +1,5 @@
 import os
+import time
 
 from bench import rig
 
@@ -38,3 +39,9 @@ def test_load_runs_against_the_engine_and_reads_cpu(engine):
     assert (found["done"], found["bad"]) == (20, 0)
     assert found["router_cpu"] >= 0
     assert running.legs()["reqs"] == 20
+
+
+def test_the_wait_for_calm_is_bounded():
+    start_s = time.monotonic()
+    rig.wait_calm(0.3, busy=-1.0, period_s=0.1)
+    assert 0.3 <= time.monotonic() - start_s < 3
