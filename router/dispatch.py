@@ -18,6 +18,7 @@ from router import openai_protocol as openai
 from router.edge import Exchange
 from router.errors import (
     BadRequest,
+    CallFailed,
     ConnectFailed,
     EngineFailed,
     ModelNotFound,
@@ -67,6 +68,7 @@ class Call:
     prompt: Prompt
     blocks: Blocks
     held: Held
+    phase: str = "waiting"  # of the running attempt: waiting, prefill, transfer or decode
     prefilled_s: float = 0.0
     excluded: set[str] = field(default_factory=set)
 
@@ -126,11 +128,14 @@ class Dispatcher:
         try:
             await self._serve(exchange, outcome, request_id)
         except RouterError as error:
-            outcome.code, outcome.rejected = error.status, error.reason
+            outcome.code = error.status
+            if isinstance(error, CallFailed):
+                outcome.error = error.reason
+            else:
+                outcome.rejected = error.reason
             exchange.refuse(error)
         except asyncio.CancelledError:
             outcome.code = _CLIENT_LEFT
-            outcome.disconnect_phase = outcome.disconnect_phase or "waiting"
             raise
         except BaseException:
             outcome.code, outcome.error = 500, "internal"
@@ -144,22 +149,29 @@ class Dispatcher:
     async def _serve(self, exchange: Exchange, outcome: Outcome, request_id: str) -> None:
         begun_s = time.perf_counter()
         call = self._read(exchange, outcome, request_id)
-        for attempt in range(1, self._max_attempts + 1):
-            lease = await self._place(call, attempt)
-            if attempt == 1:
-                outcome.decision_s = time.perf_counter() - begun_s - (outcome.queue_wait_s or 0)
-            try:
-                await self._run(call, lease, attempt)
-                return
-            except EngineRefused as refused:
-                _pass_on(call, refused.reply)
-                return
-            except StageFailed as failed:
-                self._note_failure(call, lease, failed)
-                if exchange.response_started or attempt == self._max_attempts:
-                    raise _final_error(failed, attempt) from failed
-            finally:
-                call.fleet.release(lease)
+        try:
+            for attempt in range(1, self._max_attempts + 1):
+                lease = await self._place(call, attempt)
+                if attempt == 1:
+                    decided_s = time.perf_counter() - begun_s
+                    outcome.decision_s = decided_s - (outcome.queue_wait_s or 0.0)
+                try:
+                    await self._run(call, lease, attempt)
+                    return
+                except EngineRefused as refused:
+                    _pass_on(call, refused.reply)
+                    return
+                except StageFailed as failed:
+                    self._note_failure(call, lease, failed)
+                    if exchange.response_started or attempt == self._max_attempts:
+                        raise _final_error(failed, attempt) from failed
+                    outcome.retries.append((failed.stage, failed.failure.reason))
+                    call.phase = "waiting"
+                finally:
+                    call.fleet.release(lease)
+        except asyncio.CancelledError:
+            outcome.disconnect_phase = call.phase
+            raise
 
     def _read(self, exchange: Exchange, outcome: Outcome, request_id: str) -> Call:
         authorization = exchange.header(b"authorization")
@@ -234,13 +246,14 @@ class Dispatcher:
     ) -> bytes | None:
         """Run the prefill leg; what the decode leg needs to fetch the KV, or None."""
         fleet, outcome = call.fleet, call.outcome
-        outcome.disconnect_phase = "prefill"
+        call.phase = "prefill"
         sent_s = time.perf_counter()
         reply = Collected()
         connection: Connection | None = None
         try:
             leg = fleet.handoff.prefill(call.body, call.chat)
-            connection = await fleet.upstream(worker).post(call.exchange.path, headers, leg, reply)
+            connection = await fleet.upstream(worker).open()
+            connection.post(call.exchange.path, headers, leg, reply)
             await reply.whole
             _check(reply)
             answer = orjson.loads(reply.body)
@@ -255,7 +268,7 @@ class Dispatcher:
             raise
         call.prefilled_s = time.perf_counter()
         outcome.prefill_s = call.prefilled_s - sent_s
-        outcome.disconnect_phase = "transfer"
+        call.phase = "transfer"
         outcome.missing_transfer_params = params is None
         fleet.scheduler.prefill_done(lease, time.monotonic())
         _note_prompt(call, worker, answer.get("usage"))
@@ -273,7 +286,7 @@ class Dispatcher:
                 _check(relay)
                 _pass_on(call, relay)
                 return
-            outcome.disconnect_phase = "decode"
+            call.phase = "decode"
             outcome.ttft_s = relay.first_content_s
             call.fleet.scheduler.decode_started(lease, time.monotonic())
             await relay.finished
@@ -284,7 +297,6 @@ class Dispatcher:
             raise
         exchange.end()
         outcome.code = 200
-        outcome.disconnect_phase = ""
         outcome.error = "engine_error_event" if relay.failed_inside else ""
         usage = relay.usage
         _note_output(call, lease, usage, relay.events - 1)
@@ -307,7 +319,6 @@ class Dispatcher:
             connection.abandon(_grace_left(sent_s))
             raise
         _pass_on(call, reply)
-        call.outcome.disconnect_phase = ""
         usage = _usage_of(reply.body)
         _note_output(call, lease, usage, 0)
 
@@ -321,12 +332,10 @@ class Dispatcher:
     ) -> tuple[Connection, float]:
         """Send the decode leg: the client's own bytes, and where to fetch the KV."""
         fleet, worker = call.fleet, lease.placement.decode
-        call.outcome.disconnect_phase = "transfer"
+        call.phase = "transfer"
         body = call.raw if params is None else fleet.handoff.decode(call.raw, params)
         try:
-            connection = await fleet.upstream(worker).post(
-                call.exchange.path, headers, body, receiver
-            )
+            connection = await fleet.upstream(worker).open()
         except WorkerFailure as failure:
             raise StageFailed("decode", worker, failure, params) from failure
         except asyncio.CancelledError:
@@ -337,14 +346,14 @@ class Dispatcher:
             gap_s = call.outcome.handoff_gap_s = sent_s - call.prefilled_s
             if gap_s > self._handoff_gap_s:
                 # Past its lease the KV may be another prompt's; the engine would not notice.
-                connection.abandon(0.0)
+                connection.abort()
                 raise StageFailed("decode", worker, TimedOut("handoff_gap"), None)
+        connection.post(call.exchange.path, headers, body, receiver)
         return connection, sent_s
 
     # When things go wrong
 
     def _note_failure(self, call: Call, lease: Lease, failed: StageFailed) -> None:
-        call.outcome.retries.append((failed.stage, failed.failure.reason))
         placement = lease.placement
         for worker in (placement.prefill, placement.decode):
             if worker is not None:
@@ -389,19 +398,23 @@ class Dispatcher:
         self._spawn(self._post_release(call, worker, leg))
 
     async def _post_release(self, call: Call, worker: WorkerState, leg: bytes) -> None:
-        reply = Collected()
-        connection = None
-        try:
-            async with asyncio.timeout(_RELEASE_TIMEOUT_S):
-                connection = await call.fleet.upstream(worker).post(
-                    call.exchange.path, call.headers, leg, reply
-                )
-                await reply.whole
-        except WorkerFailure:
-            pass  # the engine's own lease ends it
-        except TimeoutError:
-            if connection is not None:
-                connection.abandon(0.0)
+        path, upstream = call.exchange.path, call.fleet.upstream(worker)
+        for _ in range(2):
+            reply = Collected()
+            connection = None
+            try:
+                async with asyncio.timeout(_RELEASE_TIMEOUT_S):
+                    connection = await upstream.open()
+                    connection.post(path, call.headers, leg, reply)
+                    await reply.whole
+            except StaleConnection:
+                continue
+            except WorkerFailure:
+                return  # the engine's own lease ends it
+            except TimeoutError:
+                if connection is not None:
+                    connection.abort()
+            return
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -458,7 +471,6 @@ def _pass_on(call: Call, reply: Collected | Relay) -> None:
             content_type = value
     _add_route(call)
     call.outcome.code = reply.status
-    call.outcome.disconnect_phase = ""
     call.exchange.respond(reply.status, reply.body, content_type)
 
 

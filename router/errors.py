@@ -63,11 +63,15 @@ class NoWorkers(RouterError):
     status, type, reason = 503, "service_unavailable_error", "no_workers"
 
 
-class WorkersFailed(RouterError):
+class CallFailed(RouterError):
+    """Workers took the call and did not bring it to its end."""
+
+
+class WorkersFailed(CallFailed):
     status, type, reason = 502, "server_error", "workers_failed"
 
 
-class WorkersTimedOut(RouterError):
+class WorkersTimedOut(CallFailed):
     status, type, reason = 504, "server_error", "workers_timed_out"
 
 

@@ -8,6 +8,7 @@ client has seen nothing. From the first content on, bytes pass as they come.
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -20,8 +21,9 @@ from router.errors import Disconnected, EngineFailed, WorkerFailure
 _TAIL_BYTES = 4096
 # An engine that sends this much without content is relayed as it is.
 _HELD_BYTES = 1 << 20
-_EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
-_DONE = b"data: [DONE]"
+_EVENT_END = re.compile(rb"\r?\n\r?\n")
+_DONE = re.compile(rb"^data: ?\[DONE\]", re.MULTILINE)
+_ERROR = re.compile(rb'^data: ?\{"error"', re.MULTILINE)
 
 
 class Client(Protocol):
@@ -52,6 +54,7 @@ class Relay:
         self._streams = False
         self._flowing = False
         self._held = b""
+        self._judged = 0  # bytes of what is held that were seen to be without content
         self._tail = b""
 
     @property
@@ -61,20 +64,19 @@ class Relay:
     @property
     def usage(self) -> Any:
         """The usage that the engine put at the stream's end, or None."""
-        start = self._tail.rfind(b'"usage":{')
-        if start < 0:
+        at = self._tail.rfind(b'"usage":{')
+        if at < 0:
             return None
-        begin = self._tail.rfind(b"data:", 0, start)
-        end = self._tail.find(b"\n", start)
+        start, end = self._tail.rfind(b"\n", 0, at) + 1, self._tail.find(b"\n", at)
         try:
-            return orjson.loads(self._tail[begin + 5 : end]).get("usage")
+            return orjson.loads(self._tail[start:end].removeprefix(b"data:")).get("usage")
         except (orjson.JSONDecodeError, AttributeError):
             return None
 
     @property
     def failed_inside(self) -> bool:
         """Whether the engine ended the stream with an error event."""
-        return b'data: {"error"' in self._tail
+        return _ERROR.search(self._tail) is not None
 
     def on_head(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
         self.status, self.headers = status, headers
@@ -92,7 +94,7 @@ class Relay:
 
     def on_end(self) -> None:
         if self._flowing:
-            if _DONE not in self._tail:
+            if not _DONE.search(self._tail):
                 self._end(Disconnected("unfinished_stream"))
                 return
             self.last_content_s = time.perf_counter()
@@ -108,7 +110,7 @@ class Relay:
         self._held += data
         if not self._streams:
             return
-        content = has_content(self._held)
+        content, self._judged = has_content(self._held, self._judged)
         if isinstance(content, EngineFailed):
             self._end(content)
         elif (content or len(self._held) > _HELD_BYTES) and not self.started.done():
@@ -120,7 +122,9 @@ class Relay:
             self.started.set_result(True)
 
     def _note(self, data: bytes) -> None:
-        self.events += data.count(b"\n\n")
+        # Packets mostly end where events do; else an event's end may lie across two of them.
+        window = data if self._tail.endswith(b"\n\n") else self._tail[-2:] + data
+        self.events += window.count(b"\n\n") + window.count(b"\n\r\n")
         self._tail = data if len(data) >= _TAIL_BYTES else (self._tail + data)[-_TAIL_BYTES:]
 
     def _end(self, failure: WorkerFailure | None) -> None:
@@ -137,18 +141,15 @@ class Relay:
                 self.finished.set_exception(failure)
 
 
-def has_content(held: bytes) -> bool | EngineFailed:
-    """Whether the complete events at the start of a stream hold content, or say that it failed."""
-    position = 0
-    while True:
-        ends = [(at, len(mark)) for mark in _EVENT_ENDS if (at := held.find(mark, position)) >= 0]
-        if not ends:
-            return False
-        at, length = min(ends)
-        verdict = _judge(held[position:at])
+def has_content(held: bytes, position: int = 0) -> tuple[bool | EngineFailed, int]:
+    """Whether the complete events behind `position` hold content, or say that the engine failed;
+    and the position behind those that do neither."""
+    while end := _EVENT_END.search(held, position):
+        verdict = _judge(held[position : end.start()])
         if verdict:
-            return verdict
-        position = at + length
+            return verdict, position
+        position = end.end()
+    return False, position
 
 
 def _judge(event: bytes) -> bool | EngineFailed:

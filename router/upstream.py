@@ -87,31 +87,24 @@ class Upstream:
         if parts.scheme != "http" or not parts.hostname:
             raise ValueError(f"not an http:// URL: {url}")
         self._address = (parts.hostname, parts.port or 80)
-        self._path = parts.path.rstrip("/").encode()
-        self._fixed_headers = (
-            b"host: " + parts.netloc.encode() + b"\r\ncontent-type: application/json\r\n"
+        self.path = parts.path.rstrip("/").encode()
+        self.fixed_headers = (
+            b" HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\n" % parts.netloc.encode()
         )
         self._owner = owner
         self._idle: list[Connection] = []
 
-    async def post(
-        self, path: bytes, headers: bytes, body: bytes, receiver: Receiver
-    ) -> Connection:
-        """Send a POST and return at once; the reply goes to `receiver`.
+    async def open(self) -> Connection:
+        """A connection to send one request on, pooled or fresh.
 
-        `headers` are whole lines, each ended by CR LF. Raises `ConnectFailed` or `TimedOut`.
-        A pooled connection that turns out to be dead fails with `StaleConnection`.
+        Raises `ConnectFailed` or `TimedOut`. A pooled one that turns out to be dead fails its
+        receiver with `StaleConnection`.
         """
-        line = b"POST %b%b HTTP/1.1\r\n" % (self._path, path)
-        head = b"%b%bcontent-length: %d\r\n%b\r\n" % (
-            line,
-            self._fixed_headers,
-            len(body),
-            headers,
-        )
-        connection = self._pooled() or await self._connect()
-        connection.send(head, body, receiver)
-        return connection
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.usable:
+                return connection
+        return await self._connect()
 
     def give_back(self, connection: Connection) -> None:
         if len(self._idle) < _IDLE_PER_WORKER:
@@ -124,13 +117,6 @@ class Upstream:
         idle, self._idle = self._idle, []
         for connection in idle:
             connection.abort()
-
-    def _pooled(self) -> Connection | None:
-        while self._idle:
-            connection = self._idle.pop()
-            if connection.usable:
-                return connection
-        return None
 
     async def _connect(self) -> Connection:
         loop = asyncio.get_running_loop()
@@ -177,9 +163,12 @@ class Connection(asyncio.Protocol):
     def usable(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
 
-    def send(self, head: bytes, body: bytes, receiver: Receiver) -> None:
-        """Start a request."""
+    def post(self, path: bytes, headers: bytes, body: bytes, receiver: Receiver) -> None:
+        """Send a request; the reply goes to `receiver`. `headers` are lines, each with CR LF."""
         assert self._transport is not None
+        pool = self._pool
+        start = b"POST %b%b%b" % (pool.path, path, pool.fixed_headers)
+        head = b"%bcontent-length: %d\r\n%b\r\n" % (start, len(body), headers)
         self._reset()
         self._receiver = receiver
         self._owner.watch(self)
