@@ -85,9 +85,11 @@ def _paths(options: argparse.Namespace) -> list[Path]:
 def _runs(
     options: argparse.Namespace, paths: Sequence[Path], counts: Sequence[int]
 ) -> Iterator[tuple[replay_figures.Run, JSON]]:
+    if options.url is not None:
+        counts = [_prefill_workers(options.url.rstrip("/")) or counts[0]]
     for path in paths:
         trace = traces.read(path)
-        for workers in counts if options.url is None else counts[:1]:
+        for workers in counts:
             observed = _one(options, path, trace, workers)
             found = replay_figures.figures(observed)
             _show(found)
@@ -193,6 +195,12 @@ def _target(options: argparse.Namespace, plan: Plan) -> Iterator[Target]:
     with cluster(fleet) as running:
         url = running.router_url
         yield Target(url, MODEL, _tokenisation(running.workers[0].url, MODEL), running)
+
+
+def _prefill_workers(url: str) -> int:
+    """Workers that prefill, by the running router's own account; 0 where it does not tell."""
+    by_role = _scrape(url).by("pdrouter_worker_up", "role")
+    return int(by_role.get("prefill", 0.0))
 
 
 def _first_model(url: str) -> str:

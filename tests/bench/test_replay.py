@@ -70,7 +70,7 @@ def test_all_without_traces_is_a_clear_error(tmp_path, capsys):
 def test_a_router_that_is_not_there_is_a_clear_error(tmp_path, capsys):
     path = write_trace(tmp_path)
     assert main(["replay", str(path), "--url", "http://127.0.0.1:1"]) == 1
-    assert "lists no model" in capsys.readouterr().out
+    assert "no metrics from http://127.0.0.1:1" in capsys.readouterr().out
 
 
 @pytest.mark.slow
