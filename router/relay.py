@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -17,8 +18,12 @@ import orjson
 
 from router.errors import Disconnected, EngineFailed, WorkerFailure
 
-# The last events of a stream hold its usage and [DONE]; each is some hundred bytes.
-_TAIL_BYTES = 4096
+# The last packets of a stream hold its usage and [DONE]. They are kept as they came: a packet is
+# one event or more, and joining them is work for the end.
+_TAIL_PACKETS = 16
+# What is shorter than any event is a piece of one, and joined to the packet before it.
+_FRAGMENT_BYTES = 64
+_FRAGMENT_LIMIT_BYTES = 4096
 # An engine that sends this much without content is relayed as it is.
 _HELD_BYTES = 1 << 20
 _EVENT_END = re.compile(rb"\r?\n\r?\n")
@@ -55,7 +60,8 @@ class Relay:
         self._flowing = False
         self._held = b""
         self._judged = 0  # bytes of what is held that were seen to be without content
-        self._tail = b""
+        self._tail: deque[bytes] = deque(maxlen=_TAIL_PACKETS)
+        self._event_end = b"\n\n"
 
     @property
     def body(self) -> bytes:
@@ -64,19 +70,20 @@ class Relay:
     @property
     def usage(self) -> Any:
         """The usage that the engine put at the stream's end, or None."""
-        at = self._tail.rfind(b'"usage":{')
+        tail = b"".join(self._tail)
+        at = tail.rfind(b'"usage":{')
         if at < 0:
             return None
-        start, end = self._tail.rfind(b"\n", 0, at) + 1, self._tail.find(b"\n", at)
+        start, end = tail.rfind(b"\n", 0, at) + 1, tail.find(b"\n", at)
         try:
-            return orjson.loads(self._tail[start:end].removeprefix(b"data:")).get("usage")
+            return orjson.loads(tail[start:end].removeprefix(b"data:")).get("usage")
         except (orjson.JSONDecodeError, AttributeError):
             return None
 
     @property
     def failed_inside(self) -> bool:
         """Whether the engine ended the stream with an error event."""
-        return _ERROR.search(self._tail) is not None
+        return _ERROR.search(b"".join(self._tail)) is not None
 
     def on_head(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
         self.status, self.headers = status, headers
@@ -94,7 +101,7 @@ class Relay:
 
     def on_end(self) -> None:
         if self._flowing:
-            if not _DONE.search(self._tail):
+            if not _DONE.search(b"".join(self._tail)):
                 self._end(Disconnected("unfinished_stream"))
                 return
             self.last_content_s = time.perf_counter()
@@ -115,6 +122,8 @@ class Relay:
             self._end(content)
         elif (content or len(self._held) > _HELD_BYTES) and not self.started.done():
             self._flowing = True
+            if b"\r\n\r\n" in self._held:
+                self._event_end = b"\r\n\r\n"
             self.first_content_s = time.perf_counter()
             self._client.start_stream(self._held)
             self._note(self._held)
@@ -122,10 +131,16 @@ class Relay:
             self.started.set_result(True)
 
     def _note(self, data: bytes) -> None:
+        end, tail = self._event_end, self._tail
         # Packets mostly end where events do; else an event's end may lie across two of them.
-        window = data if self._tail.endswith(b"\n\n") else self._tail[-2:] + data
-        self.events += window.count(b"\n\n") + window.count(b"\n\r\n")
-        self._tail = data if len(data) >= _TAIL_BYTES else (self._tail + data)[-_TAIL_BYTES:]
+        if not tail or tail[-1].endswith(end):
+            self.events += data.count(end)
+        else:
+            self.events += (tail[-1][1 - len(end) :] + data).count(end)
+        if len(data) < _FRAGMENT_BYTES and tail and len(tail[-1]) < _FRAGMENT_LIMIT_BYTES:
+            tail[-1] += data
+        else:
+            tail.append(data)
 
     def _end(self, failure: WorkerFailure | None) -> None:
         if not self.started.done():

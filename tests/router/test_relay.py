@@ -249,7 +249,6 @@ def test_a_stream_without_its_end_broke_off(lost):
     assert story.client.data == begun + lost
 
 
-@pytest.mark.xfail(strict=True, reason="only `data: [DONE]` is taken for the end")
 def test_done_may_come_without_a_space():
     """As any event of an event stream may."""
     assert relayed(ROLE, chunk({"content": "x"}), b"data:[DONE]\n\n").finished
@@ -310,7 +309,6 @@ def test_an_engine_that_only_chatters_is_relayed_in_the_end():
     assert story.client.data == comment * 11
 
 
-@pytest.mark.xfail(strict=True, reason="every packet is searched through from the start anew")
 def test_holding_costs_no_more_for_being_long():
     """Four times the packets take some four times the work."""
 
@@ -319,7 +317,7 @@ def test_holding_costs_no_more_for_being_long():
         relayed(*[b": " + b"x" * 1000 + b"\n\n"] * packets, ends=False)
         return time.process_time() - before_s
 
-    assert min(cost_s(400) for _ in range(2)) < 20 * max(cost_s(100) for _ in range(3))
+    assert min(cost_s(120) for _ in range(2)) < 20 * max(cost_s(30) for _ in range(3))
 
 
 def test_usage_is_read_from_the_end_of_a_long_stream():
@@ -349,7 +347,6 @@ def test_the_last_usage_counts():
     assert relayed(ROLE, *counted, DONE).relay.usage == {"completion_tokens": 2}
 
 
-@pytest.mark.xfail(strict=True, reason="the last `data:` is looked for, not the start of the line")
 def test_usage_beside_text_about_event_streams():
     counted = event({"choices": [{"delta": {"content": "data: x"}}], "usage": {"prompt_tokens": 3}})
     assert relayed(ROLE, counted, DONE).relay.usage == {"prompt_tokens": 3}
@@ -361,7 +358,6 @@ def test_events_are_counted():
     assert relayed(*cut(stream, len(ROLE), len(stream) - len(DONE))).relay.events == 4
 
 
-@pytest.mark.xfail(strict=True, reason="a mark that is cut in two, or made of CRLF, is not counted")
 @pytest.mark.parametrize(
     "stream",
     [

@@ -59,7 +59,7 @@ def test_a_call_that_repeats_is_warm_the_second_time():
     assert first is not None
     assert first.placement.prefill is not None
     warm = first.placement.prefill.id
-    scheduler.close(first, 5.0)
+    scheduler.close(first)
     second = scheduler.submit(job(8000, held={warm: 8000}), 10.0)
     assert second is not None
     assert second.placement.prefill is first.placement.prefill
@@ -102,7 +102,7 @@ def test_equals_take_turns():
         assert lease.placement.prefill is not None
         seen[lease.placement.prefill.id] += 1
         seen[lease.placement.decode.id] += 1
-        scheduler.close(lease, i + 0.5)
+        scheduler.close(lease)
     assert set(seen.values()) == {10}
 
 
@@ -257,9 +257,6 @@ def test_the_cheapest_of_all_plans_is_chosen(data):
     check_cheapest(data, ["prefill", "decode"])
 
 
-@pytest.mark.xfail(
-    strict=True, reason="where one worker has both cheapest halves, no pair is tried"
-)
 def test_workers_of_both_roles_split_a_call_where_that_is_cheapest():
     workers = {name: worker(name, "both") for name in ("w0", "w1")}
     placement = placed(workers, job(20_000))
@@ -291,7 +288,7 @@ class VirtualCluster:
     def arrive(self, at_s: float, call: Any) -> Lease:
         while self.ends and self.ends[0][0] <= at_s:
             end_s, _, lease = heapq.heappop(self.ends)
-            self.scheduler.close(lease, end_s)
+            self.scheduler.close(lease)
         found = self.scheduler.submit(call, at_s)
         assert found is not None
         assert found.placement.prefill is not None
