@@ -6,6 +6,7 @@ import asyncio
 import gc
 import hmac
 import logging
+import resource
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -174,11 +175,18 @@ def run(config: Config) -> None:
             backlog=_BACKLOG,
         )
     )
+    _allow_connections()
     # What exists by now lives as long as the process: no collection needs to look at it.
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
     server.run()
+
+
+def _allow_connections() -> None:
+    # A streaming call holds two sockets, and the usual soft limit is 1,024 for all of them.
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _protocol(hot: Mapping[bytes, Handler], max_body_bytes: int) -> type[EdgeProtocol]:
