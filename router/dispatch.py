@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from cachemap import Blocks, Prompt, hash_blocks, read_prompt
+from cachemap import Blocks, hash_blocks, read_prompt
 from router import openai_protocol as openai
 from router.edge import Exchange
 from router.errors import (
@@ -65,7 +65,6 @@ class Call:
     body: JSON
     fleet: Fleet
     headers: bytes
-    prompt: Prompt
     blocks: Blocks
     held: Held
     phase: str = "waiting"  # of the running attempt: waiting, prefill, transfer or decode
@@ -75,6 +74,11 @@ class Call:
     @property
     def chat(self) -> bool:
         return self.exchange.path == CHAT
+
+    def drop_body(self) -> None:
+        """Nothing is retried from here on: a long prompt need not stay for a long answer."""
+        self.exchange.body = self.raw = b""
+        self.body = {}
 
 
 class EngineRefused(Exception):
@@ -192,7 +196,6 @@ class Dispatcher:
             body=body,
             fleet=fleet,
             headers=_forwarded(exchange, None if self._keys else authorization),
-            prompt=prompt,
             blocks=blocks,
             held=fleet.held(prompt, blocks),
         )
@@ -210,10 +213,9 @@ class Dispatcher:
 
     async def _place(self, call: Call, attempt: int) -> Lease:
         if attempt > 1:
-            call.held = call.fleet.held(call.prompt, call.blocks)
+            call.held = call.fleet.held_now(call.held, call.blocks)
         job = call.fleet.job(
             _attempt_id(call, attempt),
-            call.prompt,
             call.held,
             openai.output_limit(call.body),
             decode_only=openai.needs_one_worker(call.body),
@@ -287,6 +289,7 @@ class Dispatcher:
                 _pass_on(call, relay)
                 return
             call.phase = "decode"
+            call.drop_body()
             outcome.ttft_s = relay.first_content_s
             call.fleet.scheduler.decode_started(lease, time.monotonic())
             await relay.finished
@@ -507,7 +510,7 @@ def _note_output(call: Call, lease: Lease, usage: Any, events: int) -> None:
     counted = usage.get("completion_tokens") if isinstance(usage, dict) else None
     # An engine that was not asked for usage sends about one event for each token.
     outcome.output_tokens = counted if isinstance(counted, int) else max(events, 0)
-    call.fleet.learn(call.prompt, outcome.prompt_tokens, outcome.output_tokens)
+    call.fleet.learn(call.held, outcome.prompt_tokens, outcome.output_tokens)
 
 
 def _usage_of(body: bytes) -> Any:

@@ -10,7 +10,7 @@ import asyncio
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
 from cachemap import Blocks, InMemoryCacheMap, Prompt
@@ -35,9 +35,10 @@ _PRIOR_CALLS = 16
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Leading bytes of one prompt that each worker holds, as the map knew it before placement."""
+    """A prompt's size, and its leading bytes that each worker held before it was placed."""
 
     prompt_bytes: int
+    is_token_ids: bool
     by_worker: dict[str, int]
 
 
@@ -100,20 +101,22 @@ class Fleet:
     # What a call needs
 
     def held(self, prompt: Prompt, blocks: Blocks) -> Held:
-        """Who holds how much of a prompt, in bytes."""
-        return Held(len(prompt.data), self.cachemap.match(blocks))
+        return Held(len(prompt.data), prompt.is_token_ids, self.cachemap.match(blocks))
+
+    def held_now(self, held: Held, blocks: Blocks) -> Held:
+        """The same prompt, as the map knows it by now."""
+        return replace(held, by_worker=self.cachemap.match(blocks))
 
     def job(
         self,
         job_id: str,
-        prompt: Prompt,
         held: Held,
         output_limit: int | None,
         *,
         decode_only: bool,
         excluded: frozenset[str],
     ) -> Job:
-        ratio = TOKEN_ID_BYTES if prompt.is_token_ids else self._bytes_per_token
+        ratio = TOKEN_ID_BYTES if held.is_token_ids else self._bytes_per_token
         prompt_tokens = max(1, round(held.prompt_bytes / ratio))
         return Job(
             id=job_id,
@@ -197,15 +200,15 @@ class Fleet:
         self.cachemap.forget(worker.id, blocks, held.by_worker.get(worker.id, 0))
         self._note_room(worker.id)
 
-    def learn(self, prompt: Prompt, prompt_tokens: int, output_tokens: int) -> None:
+    def learn(self, held: Held, prompt_tokens: int, output_tokens: int) -> None:
         """What an engine counted for one call."""
         if output_tokens:
             self._calls_seen += 1
             rate = max(_LEARNING_RATE, 1 / self._calls_seen)
             self._mean_output_tokens += rate * (output_tokens - self._mean_output_tokens)
-        if prompt_tokens < _LEARN_FROM_TOKENS or prompt.is_token_ids:
+        if prompt_tokens < _LEARN_FROM_TOKENS or held.is_token_ids:
             return
-        observed = len(prompt.data) / prompt_tokens
+        observed = held.prompt_bytes / prompt_tokens
         self._bytes_per_token += _LEARNING_RATE * (observed - self._bytes_per_token)
         if abs(self._bytes_per_token / self._sized_for - 1) > _RESIZE_AT:
             self._sized_for = self._bytes_per_token
