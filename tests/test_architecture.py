@@ -130,7 +130,7 @@ def test_every_document_can_be_reached_from_the_readme():
             continue
         reached.add(document)
         if document.is_dir():
-            ahead.append(document / "README.md")
+            ahead += document.glob("README.md")
         elif document.suffix == ".md":
             targets = re.findall(r"\]\(([^)#\s:]+)\)", document.read_text(encoding="utf-8"))
             ahead += [(document.parent / target).resolve() for target in targets]
