@@ -9,7 +9,9 @@ from router import errors
 from router.errors import RouterError, WorkerFailure, error_event, error_object
 
 KINDS = [
-    kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, RouterError)
+    kind
+    for _, kind in inspect.getmembers(errors, inspect.isclass)
+    if issubclass(kind, RouterError) and (kind is RouterError or not kind.__subclasses__())
 ]
 
 

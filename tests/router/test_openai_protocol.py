@@ -121,9 +121,16 @@ def test_dump_writes_what_orjson_refuses(value):
     assert json.loads(openai.dump({"a": value})) == {"a": value}
 
 
-def test_dump_writes_whatever_parse_has_read():
-    raw = b'{"a":' + b"[" * 1020 + b"]" * 1020 + b"}"
+@pytest.mark.parametrize("depth", [100, 250, 500])
+def test_deep_nesting_is_written(depth):
+    raw = b'{"a":' + b"[" * depth + b"]" * depth + b"}"
     assert openai.dump(openai.parse(raw)) == raw
+
+
+def test_nesting_too_deep_to_be_written_is_refused():
+    raw = b'{"a":' + b"[" * 1020 + b"]" * 1020 + b"}"
+    with pytest.raises(BadRequest, match="nested"):
+        openai.dump(openai.parse(raw))
 
 
 # Splicing

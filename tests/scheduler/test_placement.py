@@ -288,6 +288,7 @@ class VirtualCluster:
     def arrive(self, at_s: float, call: Any) -> Lease:
         while self.ends and self.ends[0][0] <= at_s:
             end_s, _, lease = heapq.heappop(self.ends)
+            self.scheduler.prefill_done(lease, end_s)
             self.scheduler.close(lease)
         found = self.scheduler.submit(call, at_s)
         assert found is not None
@@ -398,7 +399,7 @@ def decode_shares(weights: dict[str, float], calls: int, running: int) -> dict[s
         tokens[lease.placement.decode.pool] += lease.decode_tokens
         leases.append(lease)
         if len(leases) > running:
-            scheduler.close(leases.pop(0), float(i))
+            scheduler.close(leases.pop(0))
     total = sum(tokens.values())
     return {pool: tokens[pool] / total for pool in sorted(tokens)}
 
