@@ -68,23 +68,26 @@ class BlockManager:
         taken = empty[len(empty) - from_empty :]
         taken.reverse()
         del empty[len(empty) - from_empty :]
-        for _ in range(count - from_empty):
-            block, _none = self._cached.popitem(last=False)
-            self._forget(block)
-            taken.append(block)
+        if count > from_empty:
+            taken += self._evict(count - from_empty)
         for block in taken:
             refs[block] = 1
         if self.corrupt:
             self.corrupt.difference_update(taken)
         return taken
 
-    def _forget(self, block: int) -> None:
-        key = self._hash_of[block]
-        if key is not None:
-            del self._by_hash[key]
-            self._hash_of[block] = None
-            if self.on_forget is not None:
+    def _evict(self, count: int) -> list[int]:
+        """The cached blocks that have lain longest, forgotten."""
+        hash_of, by_hash, oldest = self._hash_of, self._by_hash, self._cached.popitem
+        evicted = [oldest(False)[0] for _ in range(count)]
+        keys = [cast(int, hash_of[block]) for block in evicted]
+        for block, key in zip(evicted, keys, strict=True):
+            hash_of[block] = None
+            del by_hash[key]
+        if self.on_forget is not None:
+            for key in keys:
                 self.on_forget(key)
+        return evicted
 
     def write(self, blocks: Iterable[int], contents: Iterable[int]) -> None:
         """Record what now lies in held blocks."""

@@ -246,23 +246,10 @@ def _max_tokens(
         wanted = 16
     if wanted is not None and wanted < 1:
         raise refused(name, f"{name} must be at least 1, got {wanted}.", wanted)
-    window = served.max_model_len
     longest = max(len(prompt) for prompt in prompts)
-    if longest >= window:
-        text = (
-            f"This model's maximum context length is {window} tokens. However, your prompt "
-            f"contains {longest} input tokens, which exceeds this limit even without any output "
-            "tokens. Please reduce the length of the input prompt."
-        )
-        raise refused("input_tokens", text, longest)
-    if wanted is not None and longest + wanted > window:
-        text = (
-            f"This model's maximum context length is {window} tokens. However, you requested "
-            f"{wanted} output tokens and your prompt contains {longest} input tokens, for a total "
-            f"of {longest + wanted} tokens. Please reduce the length of the input prompt or the "
-            "number of requested output tokens."
-        )
-        raise refused("input_tokens", text, longest)
+    _check_window(longest, wanted, served.max_model_len)
+    if wanted is None and body.get("ignore_eos"):
+        wanted = served.max_model_len - longest
     if min(len(prompt) for prompt in prompts) == 0:
         raise refused("prompt", "The decoder prompt cannot be empty.", "...")
     least = body.get("min_tokens") or 0
@@ -270,6 +257,23 @@ def _max_tokens(
         text = f"min_tokens must be less than or equal to max_tokens={wanted}, got {least}."
         raise refused("min_tokens", text, least)
     return wanted
+
+
+def _check_window(prompt_tokens: int, wanted: int | None, window: int) -> None:
+    head = f"This model's maximum context length is {window} tokens. However, "
+    if prompt_tokens >= window:
+        text = (
+            f"{head}your prompt contains {prompt_tokens} input tokens, which exceeds this limit "
+            "even without any output tokens. Please reduce the length of the input prompt."
+        )
+        raise refused("input_tokens", text, prompt_tokens)
+    if wanted is not None and prompt_tokens + wanted > window:
+        text = (
+            f"{head}you requested {wanted} output tokens and your prompt contains {prompt_tokens} "
+            f"input tokens, for a total of {prompt_tokens + wanted} tokens. Please reduce the "
+            "length of the input prompt or the number of requested output tokens."
+        )
+        raise refused("input_tokens", text, prompt_tokens)
 
 
 def _stops(stop: object) -> tuple[str, ...]:

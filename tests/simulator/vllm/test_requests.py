@@ -34,6 +34,12 @@ def test_max_completion_tokens_wins_on_chat():
     assert parse("completion", prompt="Hi", max_completion_tokens=3).max_tokens == 16
 
 
+def test_an_answer_that_may_not_stop_fills_the_window():
+    call = parse(ignore_eos=True)
+    assert call.max_tokens == SERVED.max_model_len - len(call.prompts[0])
+    assert parse(ignore_eos=True, max_tokens=3).max_tokens == 3
+
+
 def test_prompts_of_every_kind():
     hello = encode("Hello").tolist()
     kinds = ["Hello", hello, ["Hello", "Hello"], [hello, hello]]
