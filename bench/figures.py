@@ -50,6 +50,9 @@ def relative_difference(value: float, reference: float) -> float:
     return abs(value - reference) / abs(reference)
 
 
+FEWEST_REPEATS = 4  # below it the repeats say nothing about their spread
+
+
 @dataclass(frozen=True, slots=True)
 class Ratio:
     """Our median over theirs, and the 95 % interval that the repeats support.
@@ -72,6 +75,9 @@ def ratio_of_medians(
 ) -> Ratio:
     if not ours or not theirs:
         return Ratio(math.nan, math.nan, math.nan)
+    ratio = statistics.median(ours) / statistics.median(theirs)
+    if min(len(ours), len(theirs)) < FEWEST_REPEATS:
+        return Ratio(ratio, 0.0, math.inf)
     dice = np.random.default_rng(seed)
 
     def medians(values: Sequence[float]) -> NDArray[np.float64]:
@@ -79,4 +85,4 @@ def ratio_of_medians(
         return np.asarray(np.median(picks, axis=1), dtype=np.float64)
 
     low, high = np.percentile(medians(ours) / medians(theirs), (2.5, 97.5))
-    return Ratio(statistics.median(ours) / statistics.median(theirs), float(low), float(high))
+    return Ratio(ratio, float(low), float(high))

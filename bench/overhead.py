@@ -155,8 +155,15 @@ _TESTS = (_latency, _short, _paced, _long, _many_streams)
 
 
 def _beside_peers(options: argparse.Namespace, source: Path) -> tuple[JSON, list[Mark]]:
-    build = options.out / "rig" / "build"
-    rows = side_by_side.run(source, build, options.peers, options.out, options.reps)
+    wanted = side_by_side.Comparison(
+        source=source,
+        build=options.out / "rig" / "build",
+        peers=options.peers,
+        reps=options.reps,
+        secs=options.secs,
+        quiet_s=options.quiet,
+    )
+    rows = side_by_side.run(wanted, options.out)
     costs = side_by_side.costs(rows)
     table = [
         (

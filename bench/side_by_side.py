@@ -44,21 +44,38 @@ class Cost:
     ratio: Ratio
 
 
-def run(source: Path, build: Path, peers: Path, folder: Path, reps: int) -> list[JSON]:
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Where the comparison and the peers are, and how long to measure.
+
+    `quiet_s` is how long to wait for a calm machine before each test.
+    """
+
+    source: Path
+    build: Path
+    peers: Path
+    reps: int
+    secs: float
+    quiet_s: float
+
+
+def run(wanted: Comparison, folder: Path) -> list[JSON]:
     """The samples of all routers, as the comparison writes them."""
     config = folder / "router.yaml"
     config.write_text(json.dumps(rig.router_config(RIG_PORTS)))
     out = folder / "samples.jsonl"
     out.unlink(missing_ok=True)
     command = [
-        *(sys.executable, str(source / "compare.py"), str(source / "routers.toml")),
+        *(sys.executable, str(wanted.source / "compare.py"), str(wanted.source / "routers.toml")),
         *("--add", f"{OURS}|nixl|{shlex.join(rig.router_command(config))}"),
         *("--only", ",".join([OURS, *PEERS]), "--base", OURS, "--tests", TESTS),
-        *("--reps", str(reps), "--venvs", str(peers.resolve()), "--bin", str(build.resolve())),
+        *("--reps", str(wanted.reps), "--secs", f"{wanted.secs:g}"),
+        *("--quiet", f"{wanted.quiet_s:g}"),
+        *("--venvs", str(wanted.peers.resolve()), "--bin", str(wanted.build.resolve())),
         *("--logs", str(folder.resolve() / "logs"), "--out", str(out.resolve())),
     ]
     script = f"ip link set lo up && exec {shlex.join(command)}"
-    limit_s = 120 + reps * (len(PEERS) + 1) * SECONDS_PER_ROUTER
+    limit_s = 120 + wanted.reps * (len(PEERS) + 1) * SECONDS_PER_ROUTER
     with (folder / "compare.log").open("wb") as log:
         done = subprocess.run(
             ["unshare", "-n", "bash", "-c", script],

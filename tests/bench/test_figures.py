@@ -44,3 +44,9 @@ def test_a_difference_within_the_spread_is_not():
 def test_without_samples_there_is_no_ratio():
     assert math.isnan(figures.ratio_of_medians([], [1.0]).ratio)
     assert not figures.ratio_of_medians([], [1.0]).carried
+
+
+def test_few_repeats_carry_nothing():
+    found = figures.ratio_of_medians([0.5], [1.0])
+    assert found.ratio == 0.5
+    assert not found.carried

@@ -14,12 +14,12 @@ def test_calm_samples_are_preferred():
 
 
 def test_the_best_peer_is_the_one_with_the_lowest_median():
-    rows = [sample("pdrouter", v) for v in (0.20, 0.21)]
+    rows = [sample("pdrouter", v) for v in (0.20, 0.21, 0.2, 0.22)]
     rows += [sample("vllm-router-pd", v) for v in (0.9, 1.0)]
-    rows += [sample("sglang-router-pd", v) for v in (0.30, 0.31)]
+    rows += [sample("sglang-router-pd", v) for v in (0.30, 0.31, 0.29, 0.3)]
     short = side_by_side.costs(rows)[0]
     assert short.best == "sglang-router-pd"
-    assert round(short.ratio.ratio, 2) == 0.67
+    assert round(short.ratio.ratio, 2) == 0.68
     assert short.ratio.carried
     assert side_by_side.costs(rows)[1].best == "none"
     assert side_by_side.missing_peers(rows) == ["vllm-router-pd-rr", "sglang-router-pd-rr"]
