@@ -80,7 +80,7 @@ class BlockManager:
         """The cached blocks that have lain longest, forgotten."""
         hash_of, by_hash, oldest = self._hash_of, self._by_hash, self._cached.popitem
         evicted = [oldest(False)[0] for _ in range(count)]
-        keys = [cast(int, hash_of[block]) for block in evicted]
+        keys = cast(list[int], [hash_of[block] for block in evicted])
         for block, key in zip(evicted, keys, strict=True):
             hash_of[block] = None
             del by_hash[key]

@@ -286,7 +286,7 @@ class Worker:
                 engine.pull_failed(request_id, self.now_s, reached=reached)
             else:
                 engine.pulled(request_id, contents, self.now_s)
-            self._loop.call_soon(self.pump)
+            self.pump()
 
         self.peers.read(action.remote, done)
 
@@ -336,7 +336,7 @@ class Worker:
             self.engine.release_pin(request_id, self.now_s)
         else:
             self.engine.extend_pin(request_id, self.now_s)
-        self._loop.call_soon(self.pump)
+        self.pump()
 
     def handoff(self, sequence: EngineSequence) -> replies.Handoff | None:
         """What this worker hands on of a finished prefill leg."""
@@ -405,7 +405,7 @@ class Worker:
         for sequence in sequences:
             if self._calls.pop(sequence.request.id, None) is not None:
                 self.engine.abort(sequence.request.id, self.now_s)
-        self._loop.call_soon(self.pump)
+        self.pump()
 
     def reset(self) -> bool:
         """Counters and cache as new, the engine id kept. False while anything runs."""

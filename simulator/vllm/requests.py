@@ -335,7 +335,7 @@ def _claim(params: Mapping[str, Any], blocks: Sequence[int]) -> RemoteKv:
     return RemoteKv(
         engine_id=str(params["remote_engine_id"]),
         request_id=str(params["remote_request_id"]),
-        blocks=tuple(int(block) for block in blocks),
+        blocks=tuple(map(int, blocks)),
         host=str(params["remote_host"]),
         port=int(params["remote_port"]),
         cached_tokens=None if cached is None else int(cached),
