@@ -24,7 +24,6 @@ from bench.progress import Progress
 from bench.report import Mark
 
 JSON = dict[str, Any]
-HELP = "clients that leave at any phase leave no work, lease, socket or memory behind"
 GONE_WITHIN_S = 1.0
 GIVE_UP_S = 10.0
 POLL_S = 0.005

@@ -23,7 +23,6 @@ from bench.conversations import Request, conversation
 from bench.progress import Progress
 
 JSON = dict[str, Any]
-HELP = "random conversations through 2+2 workers and the router equal one aggregated worker's"
 EXAMPLES_SHOWN = 10
 
 

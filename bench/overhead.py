@@ -15,7 +15,6 @@ from bench.report import Mark
 from bench.rig import Rig, Tools
 
 JSON = dict[str, Any]
-HELP = "CPU per call and streamed chunk, added time to first token, memory; beside peers if given"
 ADDED_TTFT_AT_MOST_MS = 0.4
 GROWTH_AT_MOST = 0.05
 STREAMS = 512

@@ -29,7 +29,6 @@ from bench.tokenisation import Tokenisation
 from scheduler import PROFILES
 
 JSON = dict[str, Any]
-HELP = "real traffic from a trace: hit rate, balance, latency, agreement of the router's metrics"
 CAPACITY_TOKENS = 1 << 20
 WINDOW_TOKENS = 1 << 17
 WINDOW_MARGIN_TOKENS = 32  # the chat template may make a prompt a little longer than its row
