@@ -248,6 +248,8 @@ def _drive(
     with CpuSampler(pids) as sampler:
         calls = _client(plan.job, f"{trace.name} N={plan.workers}", len(plan.rows), sampler)
     wall_s = time.monotonic() - started_s
+    states = _states(target)
+    simulated_s = wall_s * plan.pace.speed
     return replay_figures.Run(
         trace=trace.name,
         rows=plan.rows,
@@ -259,7 +261,8 @@ def _drive(
         utilisation=plan.utilisation,
         wall_s=wall_s,
         router=_scrape(target.url).since(before),
-        computed=_computed(target, calls),
+        computed=_computed(states, calls),
+        busy={name: state["busy_s"] / simulated_s for name, state in states.items()},
         cpu=sampler.use,
         slo_ttft_s=options.slo_ttft_s,
     )
@@ -294,20 +297,29 @@ def _follow(child: subprocess.Popen[bytes], bar: Progress) -> None:
         bar.at(json.loads(line)["done"])
 
 
-def _computed(target: Target, calls: Sequence[Call]) -> dict[str, float]:
-    """Prompt tokens that each prefill worker computed, by its own count where it can be asked."""
-    if target.cluster is None:
-        computed: dict[str, float] = {}
-        for call in calls:
-            if call.prefill:
-                new = call.prompt_tokens - call.cached_tokens
-                computed[call.prefill] = computed.get(call.prefill, 0.0) + new
-        return computed
-    states = {
+def _states(target: Target) -> dict[str, JSON]:
+    """What each simulated worker says of itself, by name."""
+    workers = target.cluster.workers if target.cluster else ()
+    return {
         worker.name: httpx.get(f"{worker.url}/sim/state", timeout=10.0, trust_env=False).json()
-        for worker in target.cluster.of_role("prefill")
+        for worker in workers
     }
-    return {name: float(state["computed_tokens_total"]) for name, state in states.items()}
+
+
+def _computed(states: Mapping[str, JSON], calls: Sequence[Call]) -> dict[str, float]:
+    """Prompt tokens that each prefill worker computed, by its own count where it can be asked."""
+    if states:
+        return {
+            name: float(state["computed_tokens_total"])
+            for name, state in states.items()
+            if state["role"] == "prefill"
+        }
+    computed: dict[str, float] = {}
+    for call in calls:
+        if call.prefill:
+            new = call.prompt_tokens - call.cached_tokens
+            computed[call.prefill] = computed.get(call.prefill, 0.0) + new
+    return computed
 
 
 def _show(found: JSON) -> None:

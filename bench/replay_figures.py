@@ -32,7 +32,11 @@ CURVE_POINTS = 60
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """All that was observed in one replay. `computed`: prompt tokens per prefill worker."""
+    """All that was observed in one replay.
+
+    `computed`: prompt tokens per prefill worker; `busy`: share of its time that each worker
+    computed, where it can be asked.
+    """
 
     trace: str
     rows: Sequence[Row]
@@ -45,6 +49,7 @@ class Run:
     wall_s: float
     router: Page
     computed: Mapping[str, float]
+    busy: Mapping[str, float]
     cpu: CpuUse
     slo_ttft_s: float
 
@@ -74,6 +79,7 @@ def figures(run: Run) -> JSON:
         "pooled_hit_rate": pooled.hit_rate if has_blocks else None,
         "hit_ratio": hit_rate / pooled.hit_rate if pooled.hit_tokens else None,
         "computed_tokens": dict(run.computed),
+        "workers_busy": dict(run.busy),
         "busiest_over_mean": busiest_over_mean(list(run.computed.values())),
         "plans": dict(Counter(_plan(call) for call in good)),
         "hit_rate_by_plan": _hit_rate_by_plan(good),

@@ -50,6 +50,7 @@ def run(**changes):
         "wall_s": 10.0,
         "router": prometheus.parse(METRICS),
         "computed": {"p0": 60.0, "p1": 40.0},
+        "busy": {"p0": 0.5},
         "cpu": CpuUse({"router": [0.5], "client": [0.1]}, [0.4]),
         "slo_ttft_s": 5.0,
     }
