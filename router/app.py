@@ -87,6 +87,7 @@ class Router:
         self.protocol = _protocol(
             {CHAT: self.dispatcher.serve, COMPLETIONS: self.dispatcher.serve},
             config.limits.max_body_bytes,
+            config.timeouts.client_stall_s,
         )
         self.app = self._application()
 
@@ -189,8 +190,11 @@ def _allow_connections() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _protocol(hot: Mapping[bytes, Handler], max_body_bytes: int) -> type[EdgeProtocol]:
-    return type("BoundEdge", (EdgeProtocol,), {"hot": hot, "max_body_bytes": max_body_bytes})
+def _protocol(
+    hot: Mapping[bytes, Handler], max_body_bytes: int, client_stall_s: float
+) -> type[EdgeProtocol]:
+    bound = {"hot": hot, "max_body_bytes": max_body_bytes, "client_stall_s": client_stall_s}
+    return type("BoundEdge", (EdgeProtocol,), bound)
 
 
 def _prices(given: str | PriceConfig) -> Prices:

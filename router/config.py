@@ -196,6 +196,9 @@ class TimeoutsConfig(Strict):
         default=300.0, description="From an upstream request to its answer."
     )
     idle_s: Positive = Field(default=60.0, description="Longest silence within a worker's answer.")
+    client_stall_s: Positive = Field(
+        default=300.0, description="Longest time a client may leave its answer unread."
+    )
     handoff_gap_s: Positive = Field(
         default=20.0,
         description="Longest time from the end of prefill to the start of decode. Past it the call "

@@ -294,13 +294,13 @@ class Dispatcher:
             call.fleet.scheduler.decode_started(lease, time.monotonic())
             await relay.finished
         except WorkerFailure as failure:
+            connection.cancel(relay)  # where it was the relay that gave up
             raise StageFailed("decode", worker, failure, None) from failure
         except asyncio.CancelledError:
-            connection.abandon(_grace_left(sent_s) if not relay.status else 0.0)
+            connection.cancel(relay, _grace_left(sent_s) if not relay.status else 0.0)
             raise
         exchange.end()
         outcome.code = 200
-        outcome.error = "engine_error_event" if relay.failed_inside else ""
         usage = relay.usage
         _note_output(call, lease, usage, relay.events - 1)
         if outcome.output_tokens > 1:
@@ -319,7 +319,7 @@ class Dispatcher:
         except WorkerFailure as failure:
             raise StageFailed("decode", worker, failure, None) from failure
         except asyncio.CancelledError:
-            connection.abandon(_grace_left(sent_s))
+            connection.cancel(reply, _grace_left(sent_s))
             raise
         _pass_on(call, reply)
         usage = _usage_of(reply.body)
@@ -384,7 +384,7 @@ class Dispatcher:
         call.fleet.not_arrived(lease.placement.decode, call.blocks, call.held)
         if not reply.whole.done():
             if connection is not None:
-                connection.abandon(0.0)
+                connection.cancel(reply)
         elif not reply.whole.cancelled() and reply.whole.exception() is None:
             # The client left in the moment that prefill ended: its KV waits to be fetched.
             try:
@@ -416,7 +416,7 @@ class Dispatcher:
                 return  # the engine's own lease ends it
             except TimeoutError:
                 if connection is not None:
-                    connection.abort()
+                    connection.cancel(reply)
             return
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -464,6 +464,8 @@ def _check(reply: Collected | Relay) -> None:
         raise EngineFailed(f"status_{reply.status}")
     if reply.status >= 400:
         raise EngineRefused(reply)
+    if not reply.body:
+        raise EngineFailed("empty_reply")
 
 
 def _pass_on(call: Call, reply: Collected | Relay) -> None:

@@ -27,6 +27,7 @@ _STATUS_LINES = {
     status.value: b"HTTP/1.1 %d %b\r\n" % (status.value, status.phrase.encode())
     for status in HTTPStatus
 }
+_PIPELINED = 16
 _STREAM_HEADERS = (
     b"content-type: text/event-stream; charset=utf-8\r\n"
     b"cache-control: no-cache\r\nx-accel-buffering: no\r\n"
@@ -59,7 +60,14 @@ class Exchange:
     message_event = _NoEvent()
     disconnected = False
 
-    def __init__(self, edge: EdgeProtocol, path: bytes, handler: Handler, keep_alive: bool) -> None:
+    def __init__(
+        self,
+        edge: EdgeProtocol,
+        path: bytes,
+        handler: Handler,
+        keep_alive: bool,
+        expects_continue: bool,
+    ) -> None:
         self.path = path
         self.headers: list[tuple[bytes, bytes]] = edge.headers
         self.body = b""
@@ -75,6 +83,7 @@ class Exchange:
         self._size = 0
         self._received = False
         self._has_turn = False
+        self._expects_continue = expects_continue
         self._task: asyncio.Task[None] | None = None
 
     def header(self, name: bytes) -> bytes | None:
@@ -101,6 +110,9 @@ class Exchange:
 
     def take_turn(self) -> None:
         self._has_turn = True
+        self._edge.running = self
+        if self._expects_continue and not self._received:
+            self._edge.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         self._start()
 
     def gone(self) -> None:
@@ -199,10 +211,14 @@ class Exchange:
 
 
 class EdgeProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with the hot paths taken out. Bind the two attributes in a subclass."""
+    """uvicorn's protocol with the hot paths taken out. Bind the first three in a subclass."""
 
     hot: Mapping[bytes, Handler] = {}
     max_body_bytes = 0
+    client_stall_s = 0.0
+
+    running: Exchange | None = None  # the hot request whose turn it is
+    stalled: asyncio.TimerHandle | None = None  # ends a client that does not read
 
     cycle: Any  # of uvicorn's own kind, or an Exchange
     pipeline: Any
@@ -214,18 +230,23 @@ class EdgeProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         path = self.url.partition(b"?")[0]
         handler = self.hot.get(path)
+        waits = self.cycle is not None and not self.cycle.response_complete
         if handler is None or self.parser.get_method() != b"POST":
             super().on_headers_complete()
-            return
-        previous = self.cycle
-        self.cycle = Exchange(self, path, handler, bool(self.parser.should_keep_alive()))
-        if self.expect_100_continue:
-            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        if previous is None or previous.response_complete:
-            self.cycle.take_turn()
         else:
-            self.flow.pause_reading()
-            self.pipeline.appendleft((self.cycle, None))
+            self.cycle = Exchange(
+                self, path, handler, bool(self.parser.should_keep_alive()), self.expect_100_continue
+            )
+            if waits:
+                self.pipeline.appendleft((self.cycle, None))
+            else:
+                self.cycle.take_turn()
+        if waits:
+            # A client that leaves is noticed by reading, so some requests are taken in ahead.
+            if len(self.pipeline) > _PIPELINED:
+                self.flow.pause_reading()
+            else:
+                self.flow.resume_reading()
 
     def on_body(self, body: bytes) -> None:
         if isinstance(self.cycle, Exchange):
@@ -256,15 +277,20 @@ class EdgeProtocol(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        if isinstance(self.cycle, Exchange) and self.cycle.source is not None:
-            self.cycle.source.pause_reading()
+        self.stalled = self.loop.call_later(self.client_stall_s, self.transport.abort)
+        if self.running is not None and self.running.source is not None:
+            self.running.source.pause_reading()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if isinstance(self.cycle, Exchange) and self.cycle.source is not None:
-            self.cycle.source.resume_reading()
+        if self.stalled is not None:
+            self.stalled.cancel()
+        if self.running is not None and self.running.source is not None:
+            self.running.source.resume_reading()
 
     def _tell_gone(self) -> None:
-        for exchange in (self.cycle, *(queued for queued, _ in self.pipeline)):
+        if self.stalled is not None:
+            self.stalled.cancel()
+        for exchange in (self.running, self.cycle, *(queued for queued, _ in self.pipeline)):
             if isinstance(exchange, Exchange) and not exchange.response_complete:
                 exchange.gone()

@@ -28,6 +28,7 @@ _FRAGMENT_LIMIT_BYTES = 4096
 _HELD_BYTES = 1 << 20
 _EVENT_END = re.compile(rb"\r?\n\r?\n")
 _DONE = re.compile(rb"^data: ?\[DONE\]", re.MULTILINE)
+_ERROR_START = b'{"error"'
 _ERROR = re.compile(rb'^data: ?\{"error"', re.MULTILINE)
 
 
@@ -80,11 +81,6 @@ class Relay:
         except (orjson.JSONDecodeError, AttributeError):
             return None
 
-    @property
-    def failed_inside(self) -> bool:
-        """Whether the engine ended the stream with an error event."""
-        return _ERROR.search(b"".join(self._tail)) is not None
-
     def on_head(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
         self.status, self.headers = status, headers
         self._streams = status == 200 and any(
@@ -95,6 +91,14 @@ class Relay:
     def on_data(self, data: bytes) -> None:
         if not self._flowing:
             self._hold(data)
+            return
+        if self.finished.done():
+            return
+        if _ERROR_START in data and (error := _ERROR.search(data)):
+            # What the engine sends behind its error is [DONE], which would say that all is well.
+            if error.start():
+                self._client.write(data[: error.start()])
+            self._end(EngineFailed("engine_error_event"))
             return
         self._client.write(data)
         self._note(data)

@@ -137,7 +137,7 @@ class Connection(asyncio.Protocol):
 
     __slots__ = (
         "_complete", "_headers", "_keep_alive", "_length_known", "_limit", "_owner", "_parser",
-        "_pieces", "_pool", "_quiet", "_receiver", "_replies", "_status", "_transport",
+        "_paused", "_pieces", "_pool", "_quiet", "_receiver", "_replies", "_status", "_transport",
     )  # fmt: skip
 
     def __init__(self, pool: Upstream, owner: Upstreams) -> None:
@@ -147,6 +147,7 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._receiver: Receiver | None = None
         self._replies = 0
+        self._paused = False
         self._reset()
 
     def _reset(self) -> None:
@@ -174,32 +175,43 @@ class Connection(asyncio.Protocol):
         self._owner.watch(self)
         self._transport.writelines((head, body))
 
-    def abort(self) -> None:
-        """Close now. The engine takes that as the end of the call; the receiver hears nothing."""
-        self._receiver = None
-        self._owner.active.discard(self)
-        if self._transport is not None:
-            self._transport.abort()
+    def cancel(self, receiver: Receiver, grace_s: float = 0.0) -> None:
+        """End `receiver`'s request by closing, which is how an engine is told; it hears no more.
 
-    def abandon(self, grace_s: float) -> None:
-        """`abort`, but leave the engine `grace_s` to come to the call; its first word ends that."""
-        if grace_s <= 0 or self._receiver is None:
+        With `grace_s` the engine is left that long to come to the request; its first word ends
+        the wait. A connection that has moved on to another request is left alone.
+        """
+        if self._receiver is not receiver:
+            return
+        if grace_s <= 0:
             self.abort()
             return
         self._receiver = None
         self._owner.active.discard(self)
         asyncio.get_running_loop().call_later(grace_s, self.abort)
 
+    def abort(self) -> None:
+        """Close now."""
+        self._receiver = None
+        self._owner.active.discard(self)
+        if self._transport is not None:
+            self._transport.abort()
+
     def pause_reading(self) -> None:
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.pause_reading()
+        if self.usable and not self._paused:
+            self._paused = True
+            cast(asyncio.Transport, self._transport).pause_reading()
 
     def resume_reading(self) -> None:
-        self._quiet = 0
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.resume_reading()
+        if self._paused:
+            self._paused = False
+            self._quiet = 0
+            if self.usable:
+                cast(asyncio.Transport, self._transport).resume_reading()
 
     def tick(self) -> None:
+        if self._paused:  # it is the client that takes its time
+            return
         self._quiet += 1
         if self._quiet > self._limit:
             phase = "idle" if self._status else "first_byte"
@@ -267,6 +279,7 @@ class Connection(asyncio.Protocol):
         receiver, self._receiver = self._receiver, None
         self._owner.active.discard(self)
         self._replies += 1
+        self.resume_reading()
         if self.usable and self._complete and self._keep_alive:
             self._pool.give_back(self)
         elif self._transport is not None:
