@@ -20,7 +20,7 @@ import httpx
 import orjson
 
 from bench import pace, prometheus, replay_figures, report, tokenisation, traces
-from bench.cluster import MODEL, Cluster, Fleet, cluster, process, tail
+from bench.cluster import MODEL, Cluster, ClusterError, Fleet, cluster, process, tail
 from bench.cpu import CpuSampler
 from bench.observation import Call
 from bench.open_loop import Job, kept_rows
@@ -62,13 +62,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    runs: list[tuple[replay_figures.Run, JSON]] = []
+    failure = ""
     try:
         paths = _paths(options)
         counts = [int(part) for part in str(options.workers).split(",")]
-        return _report(options, list(_runs(options, paths, counts)))
-    except (traces.TraceError, ReplayError) as error:
-        report.say(f"replay: {error}")
-        return report.finish({"error": str(error)}, ok=False)
+        for done in _runs(options, paths, counts):
+            runs.append(done)  # what is done is reported although a later run fails
+    except (traces.TraceError, ReplayError, ClusterError, httpx.HTTPError) as error:
+        failure = str(error) or type(error).__name__
+        report.say(f"replay: {failure}")
+    if not runs:
+        return report.finish({"error": failure}, ok=False)
+    return _report(options, runs, failure)
 
 
 def _paths(options: argparse.Namespace) -> list[Path]:
@@ -331,16 +337,20 @@ def _show(found: JSON) -> None:
         report.say("  The machine had no core to spare: read latencies as upper bounds.")
 
 
-def _report(options: argparse.Namespace, runs: Sequence[tuple[replay_figures.Run, JSON]]) -> int:
+def _report(
+    options: argparse.Namespace,
+    runs: Sequence[tuple[replay_figures.Run, JSON]],
+    failure: str,
+) -> int:
     found = [figures for _, figures in runs]
-    ok = all(mark.ok for figures in found for mark in replay_figures.marks(figures))
+    ok = not failure and all(mark.ok for figures in found for mark in replay_figures.marks(figures))
     sections = [replay_figures.section(observed, figures) for observed, figures in runs]
     document = report.page("Trace replay", sections)
     files = report.write(options.out, "replay", {"runs": found, "ok": ok}, document)
     headers = ["trace", "N", "hit", "pooled", "ratio", "skew", "pred/deliv", "ttft diff", "errors"]
     report.say("\n" + report.table(headers, [_summary(figures) for figures in found]))
     report.say("written: " + ", ".join(map(str, files)))
-    return report.finish({"runs": found}, ok)
+    return report.finish({"runs": found} | ({"error": failure} if failure else {}), ok)
 
 
 def _summary(found: JSON) -> list[Any]:
