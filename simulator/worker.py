@@ -30,6 +30,9 @@ Role = Literal["prefill", "decode", "both"]
 
 # The loop's timers count milliseconds; waking more often gains nothing.
 _MIN_TICK_S = 0.001
+# A port given up for a while may have become the near end of somebody's connection.
+_PORT_RETRY_S = 0.05
+_PORT_ATTEMPTS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,7 @@ class Worker:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s = 0.0
         self._fault_timer: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
         self._pumping = False
         self._calls: dict[str, Generation] = {}
         self._frontend = Frontend(self)
@@ -117,15 +121,22 @@ class Worker:
             await self._publisher.listen(self.config.host)
             await self._replier.listen(self.config.host)
 
-    async def _listen(self) -> None:
-        if self._server is None:
-            self._server = await self._loop.create_server(
-                lambda: Connection(self._frontend.handle, self.connections),
-                self.config.host,
-                self.port,
-                backlog=4096,
-            )
-            self.port = self._server.sockets[0].getsockname()[1]
+    async def _listen(self, attempts: int = 1) -> None:
+        """Open the port. Raises OSError if it is taken, at the last of `attempts`."""
+        while self._server is None:
+            try:
+                self._server = await self._loop.create_server(
+                    lambda: Connection(self._frontend.handle, self.connections),
+                    self.config.host,
+                    self.port,
+                    backlog=4096,
+                )
+            except OSError:
+                attempts -= 1
+                if not attempts:
+                    raise
+                await asyncio.sleep(_PORT_RETRY_S)
+        self.port = self._server.sockets[0].getsockname()[1]
 
     def _stop_listening(self) -> None:
         if self._server is not None:
@@ -158,7 +169,7 @@ class Worker:
         self._die(exchange.connection if exchange is not None else None)
         self.faults = Faults()
         self._boot()
-        await self._listen()
+        await self._listen(_PORT_ATTEMPTS)
         if exchange is not None:
             self._last_words(exchange, b"{}")
 
@@ -178,7 +189,7 @@ class Worker:
         elif faults.refuse:
             self._stop_listening()
         else:
-            await self._listen()
+            await self._listen(_PORT_ATTEMPTS)
         if exchange is not None and faults.die:
             self._last_words(exchange, orjson.dumps(faults.as_json()))
         elif exchange is not None:
@@ -197,7 +208,8 @@ class Worker:
     def background(self, work: Coroutine[Any, Any, None]) -> None:
         """Run something that awaits, on behalf of a caller that cannot."""
         task = self._loop.create_task(work)
-        task.add_done_callback(lambda done: done.exception())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     # -- time -----------------------------------------------------------------------------------
 

@@ -480,3 +480,29 @@ def test_cache_events_are_published_where_the_worker_says(serve):
         while b"BlockStored" not in data:
             data += subscriber.recv(65536)
     assert b"kv@p0@tiny" in data
+
+
+def test_time_on_the_wire_is_the_profiles(serve):
+    profile = load("b300-tp4")
+    served = serve("both", profile=profile, speed=2.0)
+    body = {"model": "tiny", "prompt": [7] * 4000, "max_tokens": 21}
+    start = time.monotonic()
+    assert served.post("/v1/completions", body).status_code == 200
+    took_s = time.monotonic() - start
+    expected_s = profile.prefill.seconds(4000, 0) + 20 * profile.decode.seconds(1, 4010)
+    assert expected_s / 2 <= took_s < expected_s / 2 + 0.25
+
+
+def test_a_port_that_is_taken_meanwhile_is_waited_for(serve):
+    served = serve("both")
+    served.faults(die=True)
+    with socket.socket() as squatter:
+        squatter.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        squatter.bind((served.workers[0].config.host, served.workers[0].port))
+        squatter.listen()
+        healing = threading.Thread(target=served.faults)
+        healing.start()
+        healing.join(0.2)
+        assert healing.is_alive()
+    healing.join(5)
+    assert served.get("/health").status_code == 200
