@@ -301,17 +301,15 @@ def forward(
     url: str,
     *,
     after_reply: Callable[[], Awaitable[None]] | None = None,
-    before_send: Callable[[], Awaitable[None]] | None = None,
+    after_all: Callable[[], Awaitable[None]] | None = None,
 ) -> Behaviour:
     """Hand the request to the engine at `url` and its answer back, whole or as it streams.
 
-    `before_send` runs before the engine gets the request, `after_reply` between the last byte of
-    its answer and the first that goes back.
+    `after_reply` runs between the last byte of the engine's whole answer and the first that goes
+    back, `after_all` behind that.
     """
 
     async def behave(request: Received, answer: Answer) -> None:
-        if before_send is not None:
-            await before_send()
         headers = {k: v for k, v in request.headers.items() if k not in _HOP_BY_HOP}
         async with (
             httpx.AsyncClient(timeout=None, trust_env=False, verify=False) as client,
@@ -325,6 +323,8 @@ def forward(
                 if after_reply is not None:
                     await after_reply()
                 answer.reply(found.status_code, body, kind)
+                if after_all is not None:
+                    await after_all()
                 return
             answer.open_stream()
             async for piece in found.aiter_raw():

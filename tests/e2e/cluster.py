@@ -25,8 +25,6 @@ T = TypeVar("T")
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.02
-# Members of /sim/state that are zero in an engine nothing runs on.
-LIVE = ("running", "waiting", "pinned_requests")
 SPEED = 4.0
 
 
@@ -108,8 +106,13 @@ class Sim:
 
     @property
     def idle(self) -> bool:
+        """Nothing runs or waits, and no KV is kept for anybody."""
+        return self.unworked and not self.state["pinned_requests"]
+
+    @property
+    def unworked(self) -> bool:
         state = self.state
-        return not any(state[member] for member in LIVE)
+        return not state["running"] and not state["waiting"]
 
     def fault(self, **faults: Any) -> None:
         self.faulty.add(self.name)
