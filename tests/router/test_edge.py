@@ -428,9 +428,6 @@ def test_a_client_that_leaves_before_its_body_is_there_starts_nothing(run):
     run(scenario())
 
 
-@pytest.mark.xfail(
-    strict=True, reason="while a request waits behind another, nothing is read and nobody is told"
-)
 @pytest.mark.parametrize("leave", LEAVING)
 def test_all_requests_of_a_client_that_leaves_are_over(run, leave):
     """Those that wait behind another one, and the one that runs."""
@@ -490,7 +487,6 @@ def test_the_source_waits_for_a_slow_reader_and_goes_on_with_it(run):
     run(scenario())
 
 
-@pytest.mark.xfail(strict=True, reason="only the last request of a connection has its source told")
 def test_the_source_waits_also_when_another_request_is_behind(run):
     async def scenario() -> None:
         source = Source()
@@ -504,6 +500,26 @@ def test_the_source_waits_also_when_another_request_is_behind(run):
             writer.write(request(b"1") + request(b"2"))
             await until(lambda: written, timeout_s=20)
             assert source.paused == 1
+
+    run(scenario())
+
+
+def test_a_client_that_reads_nothing_for_too_long_is_gone(run):
+    async def scenario() -> None:
+        cancelled = asyncio.Event()
+
+        async def handler(exchange: Exchange) -> None:
+            await flood(exchange, Source())
+            try:
+                await asyncio.Event().wait()
+            finally:
+                cancelled.set()
+
+        async with listening(handler, client_stall_s=0.05) as edge, edge.client() as (_, writer):
+            writer.write(request())
+            async with asyncio.timeout(10):
+                await cancelled.wait()
+            await until(lambda: not edge.state.connections)
 
     run(scenario())
 
@@ -556,7 +572,6 @@ def test_a_server_that_stops_lets_a_call_finish(run):
     run(scenario())
 
 
-@pytest.mark.xfail(strict=True, reason="100 Continue is written at once, whatever is being sent")
 def test_a_promise_to_continue_does_not_break_into_an_answer(run):
     """A client sends the next request, which waits to be told, while it still reads a stream."""
 

@@ -554,11 +554,11 @@ def test_after_abort_the_receiver_hears_nothing(run):
     run(scenario())
 
 
-def test_abandoned_without_grace_is_aborted(run):
+def test_cancelled_without_grace_is_aborted(run):
     async def scenario() -> None:
         async with line_to(says_nothing) as line:
             connection, reply = await line.post()
-            connection.abandon(0.0)
+            connection.cancel(reply)
             assert not connection.usable
             assert not reply.whole.done()
 
@@ -569,7 +569,7 @@ def test_grace_leaves_an_engine_time_to_come_to_the_call(run):
     async def scenario() -> None:
         async with line_to(says_nothing) as line:
             connection, reply = await line.post()
-            connection.abandon(0.05)
+            connection.cancel(reply, 0.05)
             assert connection.usable
             assert not line.owner.active
             await line.server.until(lambda: len(line.server.requests) == 1)
@@ -592,7 +592,7 @@ def test_the_engines_first_word_ends_the_grace(run):
         async with line_to(waits) as line:
             connection, reply = await line.post()
             await line.server.until(lambda: len(line.server.requests) == 1)
-            connection.abandon(60.0)
+            connection.cancel(reply, 60.0)
             word.set()
             await line.server.until(lambda: line.server.closed == 1)
             assert reply.status == 0
@@ -601,14 +601,18 @@ def test_the_engines_first_word_ends_the_grace(run):
     run(scenario())
 
 
-def test_abandoning_what_has_ended_closes_it(run):
+@pytest.mark.parametrize("grace_s", [0.0, 60.0])
+def test_cancelling_what_has_ended_leaves_the_connection_to_others(run, grace_s):
     async def scenario() -> None:
         async with line_to(says(OK)) as line:
             connection, reply = await line.post()
             await reply.whole
-            connection.abandon(60.0)
-            assert (await line.ask()).body == b"ok"
-            assert line.server.connections == 2
+            connection.cancel(reply, grace_s)
+            again, second = await line.post()
+            assert again is connection
+            connection.cancel(reply, grace_s)
+            assert (await second.whole).body == b"ok"
+            assert line.server.connections == 1
 
     run(scenario())
 
@@ -652,7 +656,6 @@ def test_a_paused_reply_waits_and_loses_nothing(run):
     run(scenario())
 
 
-@pytest.mark.xfail(strict=True, reason="a connection goes back to the pool as it is, paused")
 def test_a_connection_paused_by_its_last_packet_reads_the_next_reply(run):
     """The packet that fills a slow client's buffer may be the reply's last."""
 
@@ -676,7 +679,6 @@ def test_a_connection_paused_by_its_last_packet_reads_the_next_reply(run):
     run(scenario())
 
 
-@pytest.mark.xfail(strict=True, reason="ticks count while nobody reads")
 def test_a_paused_reply_does_not_time_out(run):
     """It is the client that is slow, not the worker."""
 

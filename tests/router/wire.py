@@ -15,6 +15,7 @@ from uvicorn.server import ServerState
 from router.edge import EdgeProtocol, Handler
 
 HOT = b"/v1/chat/completions"
+ALSO_HOT = b"/v1/completions"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +116,16 @@ class Edge:
 
 @asynccontextmanager
 async def listening(
-    handler: Handler, *, max_body_bytes: int = 1 << 20, app: Any = cold_app
+    handler: Handler,
+    *,
+    max_body_bytes: int = 1 << 20,
+    client_stall_s: float = 60.0,
+    app: Any = cold_app,
 ) -> AsyncIterator[Edge]:
-    """uvicorn's side of a connection, with `handler` on the hot path."""
-    bound = type(
-        "Bound", (EdgeProtocol,), {"hot": {HOT: handler}, "max_body_bytes": max_body_bytes}
-    )
+    """uvicorn's side of a connection, with `handler` on the hot paths."""
+    hot = {HOT: handler, ALSO_HOT: handler}
+    limits = {"max_body_bytes": max_body_bytes, "client_stall_s": client_stall_s}
+    bound = type("Bound", (EdgeProtocol,), {"hot": hot, **limits})
     config = uvicorn.Config(app, http=bound, lifespan="off", log_config=None, access_log=False)
     config.load()
     state = ServerState()
