@@ -16,12 +16,16 @@ from bench.reference import row_hits
 from bench.traces import Row
 from scheduler import Prices
 
-TARGET_UTILISATION = 0.5
-SHORTEST_S, LONGEST_S = 40.0, 300.0
+# Of the busier stage, in the busiest WINDOW_SHARE of the trace.
+TARGET_UTILISATION = 0.7
+WINDOW_SHARE = 0.05
+SHORTEST_S, LONGEST_S = 60.0, 600.0
 # What one call costs all processes of a replay together on a machine of two cores, with reserve.
 SECONDS_PER_CALL = 0.015
 BYTES_PER_SECOND = 40e6
 EVENTS_PER_SECOND = 400.0
+# What a second of one simulated worker costs, at half of a core for all of them.
+SECONDS_PER_WORKER_SECOND = 0.0036
 BYTES_PER_TOKEN = 4
 LARGEST_BATCH = 256
 ASSUMED_REUSE = 0.9
@@ -41,10 +45,11 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Worker seconds that the rows need in all."""
+    """Worker seconds that each stage needs per second of the trace, on average and at most."""
 
-    prefill_s: float
-    decode_s: float
+    prefill: float
+    decode: float
+    busiest: float
 
 
 def demand(rows: Sequence[Row], prices: Prices, workers: int, capacity_tokens: int) -> Demand:
@@ -53,38 +58,65 @@ def demand(rows: Sequence[Row], prices: Prices, workers: int, capacity_tokens: i
     from the start of its prefill, as its room is kept from then on.
     """
     hits = row_hits(rows, workers * capacity_tokens)
-    prefill_ms = decode_ms = 0.0
+    prefill_ms, decode_ms = [], []
     for row, hit in zip(rows, hits, strict=True):
         held = min(round(hit * ASSUMED_REUSE), row.input_tokens - 1)
         computing_ms = prices.prefill(row.input_tokens - held, held)
-        prefill_ms += computing_ms
+        prefill_ms.append(computing_ms)
         context = row.input_tokens + row.output_tokens
         batch = max(1, min(LARGEST_BATCH, capacity_tokens // context))
         streaming_ms = row.output_tokens * prices.decode_step(batch, batch * context)
-        decode_ms += (2 * computing_ms + streaming_ms) / batch
-    return Demand(prefill_ms / 1000, decode_ms / 1000)
+        decode_ms.append((2 * computing_ms + streaming_ms) / batch)
+    span_ms = span_s(rows) * 1000
+    return Demand(
+        sum(prefill_ms) / span_ms,
+        sum(decode_ms) / span_ms,
+        max(busiest_rate(rows, prefill_ms), busiest_rate(rows, decode_ms)),
+    )
 
 
-def wall_s(rows: Sequence[Row], longest_s: float = LONGEST_S) -> float:
-    """How long this machine should take over the rows, at most `longest_s`."""
-    total_bytes = BYTES_PER_TOKEN * sum(row.input_tokens for row in rows)
-    need_s = SECONDS_PER_CALL * len(rows) + total_bytes / BYTES_PER_SECOND
-    return min(longest_s, max(SHORTEST_S, need_s))
+def span_s(rows: Sequence[Row]) -> float:
+    return max(1.0, (rows[-1].arrival_ms - rows[0].arrival_ms) / 1000)
 
 
-def choose(span_s: float, wanted_s: float, needed: Demand, workers: int) -> Pace:
-    """The lowest simulation speed that ends in `wanted_s` with the fleet within its target."""
-    span_s = max(span_s, 1e-3)
-    busiest_s = max(needed.prefill_s, needed.decode_s, 1e-9)
-    most_load = TARGET_UTILISATION * workers * span_s / busiest_s
-    arrivals = max(1.0, span_s / wanted_s)
+def busiest_rate(rows: Sequence[Row], amounts_ms: Sequence[float]) -> float:
+    """Largest sum of `amounts_ms` over arrivals within WINDOW_SHARE of the span, per ms of it."""
+    window_ms = span_s(rows) * 1000 * WINDOW_SHARE
+    most = inside = 0.0
+    first = 0
+    for row, amount in zip(rows, amounts_ms, strict=True):
+        inside += amount
+        while row.arrival_ms - rows[first].arrival_ms > window_ms:
+            inside -= amounts_ms[first]
+            first += 1
+        most = max(most, inside)
+    return most / window_ms
+
+
+def choose(rows: Sequence[Row], needed: Demand, workers: int, longest_s: float) -> Pace:
+    """The heaviest load that the fleet bears, at the lowest speed that this machine has time for.
+
+    A trace that is light for the fleet runs at a speed of 1 and as close together as the shortest
+    run asks for.
+    """
+    most_load = TARGET_UTILISATION * workers / max(needed.busiest, 1e-9)
+    wall_s = min(longest_s, max(SHORTEST_S, _need_s(rows, workers, most_load)))
+    arrivals = max(1.0, span_s(rows) / wall_s)
     speed = max(1.0, arrivals / most_load)
     return Pace(speed, arrivals / speed)
 
 
-def utilisation(pace: Pace, span_s: float, seconds: float, workers: int) -> float:
-    """Share of the simulated time that the stage's workers are busy."""
-    return seconds * pace.load / (workers * max(span_s, 1e-3))
+def _need_s(rows: Sequence[Row], workers: int, load: float) -> float:
+    """How long this machine should take over the rows."""
+    total_bytes = BYTES_PER_TOKEN * sum(row.input_tokens for row in rows)
+    calls_s = SECONDS_PER_CALL * len(rows) + total_bytes / BYTES_PER_SECOND
+    simulated_s = workers * span_s(rows) / load
+    return max(calls_s, SECONDS_PER_WORKER_SECOND * simulated_s)
+
+
+def utilisation(pace: Pace, rate: float, workers: int) -> float:
+    """Share of the simulated time that a stage's workers are busy, at that rate of demand."""
+    return rate * pace.load / workers
 
 
 def stream_interval(rows: Sequence[Row], seconds: float) -> int:

@@ -130,10 +130,9 @@ def _plan(options: argparse.Namespace, trace: traces.Trace, workers: int) -> Pla
     if not rows:
         raise ReplayError(f"{trace.name}: no row fits a window of {window} tokens")
     fitting = traces.within_window(trace, window - WINDOW_MARGIN_TOKENS)
-    span_s = (rows[-1].arrival_ms - rows[0].arrival_ms) / 1000
     needed = pace.demand(rows, PROFILES[options.profile], workers, options.capacity_tokens)
-    chosen = _pace(options, rows, span_s, needed, workers)
-    seconds = span_s / chosen.arrivals
+    chosen = _pace(options, rows, needed, workers)
+    seconds = pace.span_s(rows) / chosen.arrivals
     return Plan(
         rows=rows,
         dropped=len(trace.rows) - len(fitting.rows),
@@ -141,8 +140,9 @@ def _plan(options: argparse.Namespace, trace: traces.Trace, workers: int) -> Pla
         window_tokens=window,
         pace=chosen,
         utilisation={
-            "prefill": pace.utilisation(chosen, span_s, needed.prefill_s, workers),
-            "decode": pace.utilisation(chosen, span_s, needed.decode_s, workers),
+            "prefill": pace.utilisation(chosen, needed.prefill, workers),
+            "decode": pace.utilisation(chosen, needed.decode, workers),
+            "busiest": pace.utilisation(chosen, needed.busiest, workers),
         },
         stream_interval=options.stream_interval or pace.stream_interval(rows, max(1.0, seconds)),
     )
@@ -151,7 +151,6 @@ def _plan(options: argparse.Namespace, trace: traces.Trace, workers: int) -> Pla
 def _pace(
     options: argparse.Namespace,
     rows: Sequence[traces.Row],
-    span_s: float,
     needed: pace.Demand,
     workers: int,
 ) -> pace.Pace:
@@ -159,7 +158,7 @@ def _pace(
     auto_speed, auto_load = options.speed == "auto", options.load == "auto"
     if options.url is not None:
         return pace.Pace(1.0 if auto_speed else float(options.speed), 1.0)
-    best = pace.choose(span_s, pace.wall_s(rows, options.longest_s), needed, workers)
+    best = pace.choose(rows, needed, workers, options.longest_s)
     if auto_speed and auto_load:
         return best
     if auto_speed:

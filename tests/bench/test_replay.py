@@ -33,18 +33,16 @@ def write_trace(tmp_path, count=40):
 
 
 def test_the_factors_are_auto_or_as_asked():
-    rows: list[traces.Row] = []
-    needed = Demand(600.0, 1.0)
-    assert replay._pace(options("--speed", "3", "--load", "2"), rows, 400.0, needed, 2) == Pace(
-        3.0, 2.0
-    )
-    auto = replay._pace(options(), rows, 400.0, needed, 2)
-    assert auto.arrivals == pytest.approx(10.0)
-    assert replay._pace(options("--load", "2"), rows, 400.0, needed, 2) == Pace(5.0, 2.0)
-    assert replay._pace(options("--speed", "5"), rows, 400.0, needed, 2) == Pace(5.0, 2.0)
-    assert replay._pace(options("--url", "u", "--speed", "7"), rows, 400.0, needed, 2) == Pace(
-        7.0, 1.0
-    )
+    rows = [traces.Row(4000.0 * i, None, None, 100, 1, None, None) for i in range(101)]
+
+    def chosen(*arguments):
+        return replay._pace(options(*arguments), rows, Demand(1.0, 0.1, 1.4), 2)
+
+    assert chosen("--speed", "3", "--load", "2") == Pace(3.0, 2.0)
+    assert chosen().load == 1.0
+    assert chosen("--load", "2").arrivals == pytest.approx(400 / 60)
+    assert chosen("--speed", "5").arrivals == pytest.approx(400 / 60)
+    assert chosen("--url", "u", "--speed", "7") == Pace(7.0, 1.0)
 
 
 def test_long_rows_are_dropped_and_counted(tmp_path):
