@@ -219,18 +219,37 @@ def test_an_error_before_content_is_a_failure_the_client_does_not_see(before, be
         assert not story.client.begun
 
 
-def test_an_error_behind_content_in_one_packet_belongs_to_the_client():
-    stream = ROLE + chunk({"content": "x"}) + ERROR + DONE
-    story = relayed(stream)
-    assert story.client.data == stream
-    assert story.finished
-    assert story.relay.failed_inside
+def test_an_error_behind_content_ends_the_stream():
+    """What the engine says behind it would tell the client that all is well."""
+    begun = ROLE + chunk({"content": "x"})
+    story = relayed(begun, ERROR + DONE)
+    assert story.started is True
+    assert isinstance(story.failure, EngineFailed)
+    assert story.client.data == begun
 
 
-def test_a_stream_that_went_well_has_not_failed_inside():
-    quoting = chunk({"content": 'data: {"error": 1}'})
-    story = relayed(ROLE + quoting + DONE)
-    assert not story.relay.failed_inside
+@pytest.mark.xfail(strict=True, reason="only whole events in a packet of their own are looked at")
+def test_an_error_behind_content_ends_the_stream_wherever_it_is_cut():
+    begun = ROLE + chunk({"content": "x"})
+    stream = begun + ERROR + DONE
+    for place in range(1, len(stream)):
+        story = relayed(*cut(stream, place))
+        assert isinstance(story.failure, EngineFailed)
+        assert DONE not in story.client.data
+
+
+@pytest.mark.xfail(strict=True, reason="the packet that begins the stream is passed on unread")
+def test_an_error_in_the_packet_that_begins_the_stream_ends_it():
+    story = relayed(ROLE + chunk({"content": "x"}) + ERROR + DONE)
+    assert isinstance(story.failure, EngineFailed)
+    assert DONE not in story.client.data
+
+
+def test_text_about_errors_is_no_error():
+    quoting = chunk({"content": 'data: {"error": 1}\n\ndata: {"error": 1}'})
+    for place in range(1, len(quoting)):
+        story = relayed(ROLE, chunk({"content": "x"}), *cut(quoting, place), DONE)
+        assert story.finished
 
 
 @pytest.mark.parametrize("stream", [b"", ROLE, b": only a comment\n\n"])
