@@ -58,7 +58,19 @@ class Story:
     failure: WorkerFailure | None = None
     finished: bool = False
     relay: Any = None
-    sent_before_end: bytes = b""
+
+    def ending(self) -> None:
+        """Note what the relay's futures say."""
+        try:
+            if self.relay.started.done():
+                self.started = self.relay.started.result()
+            if self.relay.finished.done():
+                self.relay.finished.result()
+                self.finished = True
+        except WorkerFailure as raised:
+            self.failure = raised
+        if self.relay.finished.done():
+            self.relay.finished.exception()  # seen, where `started` has failed before
 
 
 def relayed(
@@ -76,19 +88,11 @@ def relayed(
         relay.on_head(status, headers)
         for piece in pieces:
             relay.on_data(piece)
-        story.sent_before_end = story.client.data
         if failure is not None:
             relay.on_failure(failure)
         elif ends:
             relay.on_end()
-        try:
-            if relay.started.done():
-                story.started = relay.started.result()
-            if relay.finished.done():
-                relay.finished.result()
-                story.finished = True
-        except WorkerFailure as raised:
-            story.failure = raised
+        story.ending()
 
     asyncio.run(push())
     return story
@@ -296,8 +300,10 @@ def test_only_the_first_failure_counts():
         relay.on_data(ERROR)
         relay.on_failure(Disconnected("gone"))
         relay.on_end()
-        with pytest.raises(EngineFailed):
+        with pytest.raises(EngineFailed, match="engine_error_event"):
             await relay.started
+        if relay.finished.done():
+            relay.finished.exception()
         return relay
 
     asyncio.run(twice())
@@ -389,6 +395,15 @@ def test_events_are_counted_however_they_are_cut(stream):
     assert relayed(stream).relay.events == 4
     for place in range(1, len(stream)):
         assert relayed(*cut(stream, place)).relay.events == 4
+
+
+@pytest.mark.xfail(
+    strict=True, reason="the end of a reply that has failed already fails `finished`"
+)
+def test_a_reply_that_failed_before_content_leaves_no_second_failure():
+    """Nobody awaits `finished` then, and the loop would log what nobody has looked at."""
+    relay = relayed(ROLE + ERROR + DONE).relay
+    assert not relay.finished.done() or relay.finished.exception() is None
 
 
 def test_times_of_first_and_last_content():
