@@ -302,7 +302,8 @@ class Dispatcher:
         exchange.end()
         outcome.code = 200
         usage = relay.usage
-        _note_output(call, lease, usage, relay.events - 1)
+        # Without usage: an event for each token, but for a chat's first (the role) and [DONE].
+        _note_output(call, lease, usage, relay.events - (2 if call.chat else 1))
         if outcome.output_tokens > 1:
             span_s = relay.last_content_s - relay.first_content_s
             outcome.tpot_s = span_s / (outcome.output_tokens - 1)

@@ -255,14 +255,14 @@ def whole(status: int, body: JSON | bytes) -> Behaviour:
     return behave
 
 
-def events(*pieces: bytes, then: str = "end") -> Behaviour:
+def events(*pieces: bytes, then: str = "end", apart_s: float = 0.0) -> Behaviour:
     """Stream the pieces; then `end` well, `cut` the connection, `close` it or stay `silent`."""
 
     async def behave(request: Received, answer: Answer) -> None:
         answer.open_stream()
         for piece in pieces:
             answer.send(piece)
-            await asyncio.sleep(0)
+            await asyncio.sleep(apart_s)
         if then == "end":
             answer.end()
         elif then == "cut":

@@ -191,9 +191,7 @@ class Gateway:
     def post(self, body: JSON | bytes, path: str = "/v1/chat/completions", **more: Any) -> Any:
         given: JSON = {"content": body} if isinstance(body, bytes) else {"json": body}
         headers = {"authorization": f"Bearer {self.key}"} | more.pop("headers", {})
-        return http("POST", 
-            self.url + path, headers=headers, timeout=60, **given, **more
-        )
+        return http("POST", self.url + path, headers=headers, timeout=60, **given, **more)
 
     def outcomes(self, request_id: str) -> list[JSON]:
         """Lines of the access log about one call."""

@@ -148,9 +148,19 @@ def test_leaving_while_decode_runs_ends_it_at_once(gateway, sims, way, stream):
     body = chat(prompt(f"decode-{way}-{stream}"), stream=stream, max_tokens=8000)
     with calling(gateway, body, way) as client:
         decoders = sims.group("d0", "d1")
-        until(lambda: any(sim.state["output_tokens_total"] and sim.state["running"] for sim in decoders), 5, "decode runs")
+        until(
+            lambda: any(
+                sim.state["output_tokens_total"] and sim.state["running"] for sim in decoders
+            ),
+            5,
+            "decode runs",
+        )
         if stream:
-            until(lambda: gateway.page.total("pdrouter_worker_work_tokens", stage="prefill") == 0, 2, "streaming")
+            until(
+                lambda: gateway.page.total("pdrouter_worker_work_tokens", stage="prefill") == 0,
+                2,
+                "streaming",
+            )
         client.leave()
         gone(gateway, workers(sims))
     assert left_in(gateway, before) <= {"decode", "transfer"}
@@ -207,9 +217,7 @@ def test_leaving_between_the_legs_frees_what_prefill_keeps(strict, sims, hooked,
 
 @stays_pinned
 @both
-def test_leaving_before_decode_took_the_call_frees_what_prefill_keeps(
-    strict, sims, hooked, stream
-):
+def test_leaving_before_decode_took_the_call_frees_what_prefill_keeps(strict, sims, hooked, stream):
     """The decode engine has the request on its socket and has not come to it; later it does."""
     stuck = threading.Event()
 
@@ -246,7 +254,17 @@ def test_ten_long_prefills_left_do_not_delay_a_short_one(gateway, sims):
     idle_s = min(ttft_s(i) for i in range(3))
     longs = [send(gateway, chat(prompt(f"long-{i}", 12_000))) for i in range(10)]
     prefillers = sims.group("p0", "p1")
-    until(lambda: sum(s.state["requests_total"] > 0 and s.state["running"] + s.state["waiting"] for s in prefillers) >= 10, 10, "all prefill")
+    until(
+        lambda: (
+            sum(
+                s.state["requests_total"] > 0 and s.state["running"] + s.state["waiting"]
+                for s in prefillers
+            )
+            >= 10
+        ),
+        10,
+        "all prefill",
+    )
     for sock in longs:
         sock.close()
     gone(gateway, workers(sims))
@@ -263,7 +281,9 @@ def test_a_thousand_departures_leave_nothing_and_a_restarted_worker_no_magnet(ga
     async def depart(number: int, room: asyncio.Semaphore) -> None:
         words = dice.choice((20, 200, 1500))
         body = chat(
-            prompt(f"cut-{number}", words), stream=dice.random() < 0.7, max_tokens=dice.choice((5, 500))
+            prompt(f"cut-{number}", words),
+            stream=dice.random() < 0.7,
+            max_tokens=dice.choice((5, 500)),
         )
         data = json.dumps(body).encode()
         delay_s = dice.uniform(0, 0.4) if dice.random() < 0.5 else dice.expovariate(1 / 0.05)

@@ -332,9 +332,12 @@ def test_the_clients_own_retries_find_a_recovered_router(gateway, scripted):
             scripted.decode.behaviour = healed
             return reply
 
-    with httpx.Client(transport=Recovering()) as transport, openai.OpenAI(
-        base_url=f"{gateway.url}/v1", api_key="none", max_retries=2, http_client=transport
-    ) as client:
+    with (
+        httpx.Client(transport=Recovering()) as transport,
+        openai.OpenAI(
+            base_url=f"{gateway.url}/v1", api_key="none", max_retries=2, http_client=transport
+        ) as client,
+    ):
         answer = client.chat.completions.create(**chat("hello", "scripted"))
     assert answer.choices[0].message.content == "well again"
 
