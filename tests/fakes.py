@@ -158,6 +158,11 @@ class ScriptedEngine:
         for connection in list(self._connections):
             connection.abort()
 
+    def hang_up(self) -> None:
+        """Break off all that runs."""
+        for connection in list(self._connections):
+            connection.abort_soon()
+
     async def handle(self, request: Received, answer: Answer) -> None:
         if request.path.startswith("/v1/") and request.method == "POST":
             self.received.append(request)
@@ -197,6 +202,7 @@ class _Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._answer: Answer | None = None
         self._task: asyncio.Task[None] | None = None
+        self._loop = asyncio.get_running_loop()
         self._begin()
 
     def _begin(self) -> None:
@@ -204,6 +210,11 @@ class _Connection(asyncio.Protocol):
         self._path = b""
         self._headers: dict[str, str] = {}
         self._pieces: list[bytes] = []
+
+    def abort_soon(self) -> None:
+        """`abort`, from any thread."""
+        if self._task is not None and not self._task.done():
+            self._loop.call_soon_threadsafe(self.abort)
 
     def abort(self) -> None:
         if self._transport is not None:

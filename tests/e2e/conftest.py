@@ -102,6 +102,7 @@ def scripted(engines) -> Scripted:
     """The scripted engines, with nothing received and the plainest behaviour."""
     engines.prefill.behaviour = whole(200, prefilled())
     for engine in (engines.prefill, engines.decode):
+        engine.hang_up()
         engine.received.clear()
     return engines
 

@@ -53,7 +53,7 @@ def legs(gateway, scripted):
     ids=["odd", "odd-stream", "braces", "lone-surrogate", "twice"],
 )
 def test_decode_gets_the_clients_bytes_and_the_handoff(legs, raw):
-    prefill, decode = legs(raw)
+    _, decode = legs(raw)
     before, mark, after = decode.body.partition(SPLICED)
     assert mark
     assert before == raw[: raw.rindex(b"}")]
