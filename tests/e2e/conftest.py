@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import openai
@@ -97,12 +98,17 @@ def stand_ins(loop_thread, sims) -> Iterator[Hooked]:
         loop_thread.run(engine.stop())
 
 
+def _rests(engine: ScriptedEngine) -> bool:
+    return engine.active == 0
+
+
 @pytest.fixture
-def scripted(engines) -> Scripted:
+def scripted(engines: Scripted) -> Scripted:
     """The scripted engines, with nothing received and the plainest behaviour."""
     engines.prefill.behaviour = whole(200, prefilled())
     for engine in (engines.prefill, engines.decode):
         engine.hang_up()
+        until(partial(_rests, engine), 5, "nothing runs on it")
         engine.received.clear()
     return engines
 

@@ -221,7 +221,7 @@ def test_unique_prompts_are_spread_evenly_over_decode_workers(gateway, sims):
         writer.close()
 
     async def active() -> list[int]:
-        states = [await asyncio.to_thread(lambda s=sim: s.state) for sim in decoders]
+        states = [await asyncio.to_thread(getattr, sim, "state") for sim in decoders]
         return [state["running"] + state["waiting"] for state in states]
 
     async def crowd() -> list[int]:

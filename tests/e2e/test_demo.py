@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -76,7 +77,7 @@ def test_the_demo_answers_curl_and_the_openai_client(demo):
         assert MODEL in [card.id for card in client.models.list()]
         answer = client.chat.completions.create(**chat(prompt("demo"), MODEL))
         assert answer.choices[0].message.content
-        stream = client.chat.completions.create(
+        stream: Any = client.chat.completions.create(
             **chat(prompt("demo"), MODEL, stream=True, stream_options={"include_usage": True})
         )
         assert [item.usage for item in stream][-1].completion_tokens == 24

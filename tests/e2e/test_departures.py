@@ -78,11 +78,11 @@ def send(gateway: Gateway, body: JSON) -> socket.socket:
     return sock
 
 
-async def _sdk_call(gateway: Gateway, body: JSON) -> None:
+async def _sdk_call(gateway: Gateway, body: Any) -> None:
     async with openai.AsyncOpenAI(
         base_url=f"{gateway.url}/v1", api_key=gateway.key, max_retries=0, timeout=30
     ) as client:
-        answer = await client.chat.completions.create(**body)
+        answer: Any = await client.chat.completions.create(**body)
         if body.get("stream"):
             async for _ in answer:
                 pass

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import httpx
@@ -83,6 +84,10 @@ def error_of(reply: httpx.Response) -> dict[str, Any]:
     error = reply.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     return dict(error)
+
+
+def _rests(engine: ScriptedEngine) -> bool:
+    return engine.active == 0
 
 
 def answer_for(stream: bool):
@@ -455,7 +460,7 @@ def test_silent_engines_are_504(strict, scripted, stream):
     assert reply.status_code == 504
     error_of(reply)
     for engine in (scripted.prefill, scripted.decode):
-        until(lambda engine=engine: engine.active == 0, 1, "given up upstream")
+        until(partial(_rests, engine), 1, "given up upstream")
 
 
 # -- retries never mix handoffs --------------------------------------------------------------------

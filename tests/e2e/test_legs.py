@@ -13,7 +13,8 @@ SPLICED = b',"kv_transfer_params":'
 # Order, spacing, number spelling, escapes, unknown members, repeated whitespace: all of it stays.
 ODD = (
     '{ "zeta":1.50, "model" : "scripted",\n\t"temperature":0.70000000000000001e0,'
-    '"seed":12345678901234567890123,"big":1E400,"messages":[{"content":"h\\u00e9llo \\ud83d\\ude00 é 漢",'
+    '"seed":12345678901234567890123,"big":1E400,'
+    '"messages":[{"content":"h\\u00e9llo \\ud83d\\ude00 é 漢",'
     '"role":"user","x_unknown":{"b":[1.0,-0.0,1e2],"a":null}}],"max_tokens":20,'
     '"unknown_future":{"nested":{"y":2,"x":1}},"min_tokens":16,"user":"caf\\u00e9" } '
 ).encode()

@@ -10,7 +10,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
+import httpx2
 import openai
 import pytest
 
@@ -226,13 +226,13 @@ def test_an_unknown_path_is_not_found(sdk):
 @pytest.mark.parametrize("what", ["chat", "completions", "models"])
 def test_a_wrong_key_is_an_authentication_error(strict, what):
     with openai.OpenAI(base_url=f"{strict.url}/v1", api_key="wrong", max_retries=0) as client:
+        calls = {
+            "chat": lambda: client.chat.completions.create(**chat("hello")),
+            "completions": lambda: client.completions.create(model="sim", prompt="hello"),
+            "models": client.models.list,
+        }
         with pytest.raises(openai.AuthenticationError) as raised:
-            if what == "chat":
-                client.chat.completions.create(**chat("hello"))
-            elif what == "completions":
-                client.completions.create(model="sim", prompt="hello")
-            else:
-                client.models.list()
+            calls[what]()
     assert raised.value.response.json()["error"]["code"] == "invalid_api_key"
 
 
@@ -293,10 +293,10 @@ def test_engines_that_fail_are_an_internal_server_error(scripted, sdk, stream):
 
 def test_an_engine_that_breaks_off_mid_stream_is_an_api_error(scripted, sdk):
     scripted.decode.behaviour = events(ROLE, chunk({"content": "one"}), then="cut")
-    seen = []
+    seen: list[str] = []
+    stream = sdk.chat.completions.create(**chat("hello", "scripted", stream=True))
     with pytest.raises(openai.APIError) as raised:
-        for item in sdk.chat.completions.create(**chat("hello", "scripted", stream=True)):
-            seen.append(item.choices[0].delta.content)
+        seen.extend(item.choices[0].delta.content for item in stream)
     assert type(raised.value) is openai.APIError
     assert seen == ["", "one"]
     assert len(scripted.decode.received) == 1
@@ -325,7 +325,7 @@ def test_the_clients_own_retries_find_a_recovered_router(gateway, scripted):
     scripted.decode.behaviour = hang_up
     healed = whole(200, completion("well again"))
 
-    class Recovering(httpx.HTTPTransport):
+    class Recovering(httpx2.HTTPTransport):
         def handle_request(self, request):
             reply = super().handle_request(request)
             scripted.prefill.behaviour = whole(200, prefilled())
@@ -333,7 +333,7 @@ def test_the_clients_own_retries_find_a_recovered_router(gateway, scripted):
             return reply
 
     with (
-        httpx.Client(transport=Recovering()) as transport,
+        httpx2.Client(transport=Recovering()) as transport,
         openai.OpenAI(
             base_url=f"{gateway.url}/v1", api_key="none", max_retries=2, http_client=transport
         ) as client,
