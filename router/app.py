@@ -54,6 +54,7 @@ class Router:
                 self.upstreams,
                 _prices(model.prices),
                 max_waiting=config.queue.max_waiting,
+                max_waiting_bytes=config.queue.max_waiting_bytes,
                 queue_timeout_s=config.queue.timeout_s,
                 default_capacity_tokens=config.cachemap.default_capacity_tokens,
                 io_ratio_prior=config.io_ratio.prior,

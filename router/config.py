@@ -170,6 +170,12 @@ class QueueConfig(Strict):
     max_waiting: int = Field(
         default=8192, ge=0, description="Calls that may wait for a placement; further ones get 429."
     )
+    max_waiting_bytes: int = Field(
+        default=536_870_912,
+        ge=0,
+        description="Request bodies that may wait for a placement, in bytes together; in memory a "
+        "waiting call takes about three times its body. Further calls get 429.",
+    )
     timeout_s: Positive = Field(default=60.0, description="Longest wait for a placement; then 429.")
 
 

@@ -18,6 +18,7 @@ from router import openai_protocol as openai
 from router.edge import Exchange
 from router.errors import (
     BadRequest,
+    BodyTooLarge,
     CallFailed,
     ConnectFailed,
     EngineFailed,
@@ -45,11 +46,15 @@ _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 # Ids are unique across processes, of one length, and cheap.
 _ID_PREFIX = os.urandom(10).hex()
 _ID_COUNTER = itertools.count(1)
+_JOB_IDS = itertools.count(1)  # clients may use one request id for two calls at once
 # Headers of the client that engines get to see, beside authorization.
 _FORWARDED = frozenset({b"traceparent", b"tracestate"})
-# An engine that has just been sent a decode leg may not have come to it yet. Closed before that,
-# it would never tell the prefill worker to let go of the KV.
+# An engine that has just been sent a decode leg gets this long to come to it. Closed before that,
+# it would never tell the prefill worker to let go of the KV; and nobody else may, as long as this
+# engine might still fetch it: what it read by then could be another prompt's.
 _DECODE_GRACE_S = 0.25
+# A prefill is given this long to say that it has just ended, before it is stopped.
+_LAST_WORD_S = 0.05
 _RELEASE_TIMEOUT_S = 5.0
 _CLIENT_LEFT = 499
 
@@ -181,6 +186,11 @@ class Dispatcher:
         authorization = exchange.header(b"authorization")
         if self._keys and authorization not in self._keys:
             raise Unauthorized("No valid API key was given.", code="invalid_api_key")
+        if exchange.body_is_too_large:
+            raise BodyTooLarge(
+                f"The request body has {exchange.body_bytes} bytes; limits.max_body_bytes allows "
+                "no more."
+            )
         raw, body = openai.without_forbidden(exchange.body, openai.parse(exchange.body))
         fleet = self._fleet(body)
         outcome.model = fleet.name
@@ -215,21 +225,21 @@ class Dispatcher:
         if attempt > 1:
             call.held = call.fleet.held_now(call.held, call.blocks)
         job = call.fleet.job(
-            _attempt_id(call, attempt),
+            f"{next(_JOB_IDS)}",
             call.held,
             openai.output_limit(call.body),
             decode_only=openai.needs_one_worker(call.body),
             excluded=frozenset(call.excluded),
         )
         waited_from_s = time.perf_counter()
-        lease = await call.fleet.acquire(job)
+        lease, call.held = await call.fleet.acquire(job, call.blocks, call.held, len(call.raw))
         outcome, placement = call.outcome, lease.placement
         outcome.queue_wait_s = time.perf_counter() - waited_from_s
         outcome.plan = "pd" if placement.prefill else "decode"
         outcome.prefill_worker = placement.prefill.id if placement.prefill else ""
         outcome.decode_worker = placement.decode.id
         outcome.prompt_tokens = job.prompt_tokens
-        call.fleet.arriving(placement, call.blocks)
+        outcome.predicted_tokens = placement.cached_tokens
         return lease
 
     async def _run(self, call: Call, lease: Lease, attempt: int) -> None:
@@ -295,9 +305,9 @@ class Dispatcher:
             await relay.finished
         except WorkerFailure as failure:
             connection.cancel(relay)  # where it was the relay that gave up
-            raise StageFailed("decode", worker, failure, None) from failure
+            raise _decode_failed(worker, failure, params) from failure
         except asyncio.CancelledError:
-            connection.cancel(relay, _grace_left(sent_s) if not relay.status else 0.0)
+            connection.cancel(relay, 0.0 if relay.status else _grace_left(sent_s))
             raise
         exchange.end()
         outcome.code = 200
@@ -318,7 +328,7 @@ class Dispatcher:
             await reply.whole
             _check(reply)
         except WorkerFailure as failure:
-            raise StageFailed("decode", worker, failure, None) from failure
+            raise _decode_failed(worker, failure, params) from failure
         except asyncio.CancelledError:
             connection.cancel(reply, _grace_left(sent_s))
             raise
@@ -372,9 +382,8 @@ class Dispatcher:
             failed.worker.up = False
         self._suspect(failed.worker.id)
         if failed.kv_unclaimed is not None:
-            others = [w for w in call.fleet.workers if w.up and w.can_decode]
-            if others:
-                self._release_kv(call, others[0], failed.kv_unclaimed)
+            others = (w for w in call.fleet.workers if w.up and w.can_decode)
+            self._release_kv(call, next(others, failed.worker), failed.kv_unclaimed)
 
     def _leave_prefill(
         self, call: Call, lease: Lease, connection: Connection | None, reply: Collected
@@ -383,16 +392,24 @@ class Dispatcher:
         assert prefill is not None
         call.fleet.not_arrived(prefill, call.blocks, call.held)
         call.fleet.not_arrived(lease.placement.decode, call.blocks, call.held)
-        if not reply.whole.done():
-            if connection is not None:
-                connection.cancel(reply)
-        elif not reply.whole.cancelled() and reply.whole.exception() is None:
-            # The client left in the moment that prefill ended: its KV waits to be fetched.
-            try:
-                params = call.fleet.handoff.transfer_params(orjson.loads(reply.body))
-            except (orjson.JSONDecodeError, AttributeError):
-                return
-            self._release_kv(call, lease.placement.decode, params)
+        if connection is not None:
+            reply.listen_again()
+            self._spawn(self._end_prefill(call, lease.placement.decode, connection, reply))
+
+    async def _end_prefill(
+        self, call: Call, decode: WorkerState, connection: Connection, reply: Collected
+    ) -> None:
+        """Stop a prefill that nobody waits for; if it ended at this very moment, free its KV."""
+        try:
+            async with asyncio.timeout(_LAST_WORD_S):
+                await reply.whole
+            params = call.fleet.handoff.transfer_params(orjson.loads(reply.body))
+        except TimeoutError:
+            connection.cancel(reply)
+        except (WorkerFailure, orjson.JSONDecodeError, AttributeError):
+            pass  # nothing was left to fetch
+        else:
+            self._release_kv(call, decode, params)
 
     def _release_kv(self, call: Call, worker: WorkerState, params: bytes | None) -> None:
         """Have `worker` fetch the KV that nobody wants, so that its prefill worker is rid of it."""
@@ -521,6 +538,13 @@ def _usage_of(body: bytes) -> Any:
         return orjson.loads(body).get("usage")
     except (orjson.JSONDecodeError, AttributeError):
         return None
+
+
+def _decode_failed(
+    worker: WorkerState, failure: WorkerFailure, params: bytes | None
+) -> StageFailed:
+    unseen = isinstance(failure, StaleConnection)
+    return StageFailed("decode", worker, failure, params if unseen else None)
 
 
 def _grace_left(sent_s: float) -> float:

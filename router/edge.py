@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from router.errors import BodyTooLarge, RouterError, error_event
+from router.errors import RouterError, error_event
 
 logger = logging.getLogger("pdrouter")
 
@@ -27,6 +27,11 @@ _STATUS_LINES = {
     status.value: b"HTTP/1.1 %d %b\r\n" % (status.value, status.phrase.encode())
     for status in HTTPStatus
 }
+# The head of a chunk of each size that an event or two have: formatting one costs as much as
+# the rest of sending it.
+_CHUNK_HEADS_KNOWN = 2048
+_CHUNK_HEADS = [b"%x\r\n" % size for size in range(_CHUNK_HEADS_KNOWN)]
+# Requests of one connection that are taken in while an earlier one runs.
 _PIPELINED = 16
 _STREAM_HEADERS = (
     b"content-type: text/event-stream; charset=utf-8\r\n"
@@ -51,9 +56,9 @@ class _NoEvent:
 class Exchange:
     """One request of a client and the answer to it.
 
-    The handler reads `path`, `headers` and `body`, and then either calls `respond` once, or
-    `start_stream`, `write` and `end` (or `break_off`). `extra_headers` (whole lines) are sent with
-    either. Nothing raises when the client is gone; the handler is cancelled.
+    The handler reads `path`, `headers`, `body` and `body_is_too_large`, and then either calls
+    `respond` once, or `start_stream`, `write` and `end` (or `break_off`). `extra_headers` (whole
+    lines) are sent with either. Nothing raises when the client is gone; the handler is cancelled.
     """
 
     # uvicorn's protocol reads these of whatever it runs.
@@ -71,6 +76,8 @@ class Exchange:
         self.path = path
         self.headers: list[tuple[bytes, bytes]] = edge.headers
         self.body = b""
+        self.body_bytes = 0
+        self.body_is_too_large = False  # and so was not kept
         self.extra_headers = b""
         self.source: Source | None = None
         self.keep_alive = keep_alive
@@ -80,7 +87,6 @@ class Exchange:
         self._edge = edge
         self._handler = handler
         self._pieces: list[bytes] = []
-        self._size = 0
         self._received = False
         self._has_turn = False
         self._expects_continue = expects_continue
@@ -96,11 +102,12 @@ class Exchange:
     # From the protocol
 
     def feed(self, data: bytes) -> None:
-        self._size += len(data)
-        if self._size <= self._edge.max_body_bytes:
+        self.body_bytes += len(data)
+        if self.body_bytes <= self._edge.max_body_bytes:
             self._pieces.append(data)
-        elif self._pieces:
-            self._pieces.clear()  # drained, and refused when it is this request's turn
+        else:
+            self.body_is_too_large = True
+            self._pieces.clear()
 
     def received(self) -> None:
         self.body = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
@@ -131,11 +138,6 @@ class Exchange:
 
     async def _run(self) -> None:
         try:
-            if self._size > self._edge.max_body_bytes:
-                raise BodyTooLarge(
-                    f"The request body has {self._size} bytes; "
-                    f"limits.max_body_bytes allows {self._edge.max_body_bytes}."
-                )
             await self._handler(self)
         except RouterError as error:
             self.refuse(error)
@@ -189,7 +191,11 @@ class Exchange:
         self.end()
 
     def _framed(self, data: bytes) -> bytes:
-        return b"%x\r\n%b\r\n" % (len(data), data) if self.chunked else data
+        if not self.chunked:
+            return data
+        size = len(data)
+        head = _CHUNK_HEADS[size] if size < _CHUNK_HEADS_KNOWN else b"%x\r\n" % size
+        return b"%b%b\r\n" % (head, data)
 
     def _head(self, status: int, headers: bytes) -> bytes:
         self.response_started = True

@@ -10,7 +10,7 @@ import asyncio
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from urllib.parse import urlsplit
 
 from cachemap import Blocks, InMemoryCacheMap, Prompt
@@ -42,6 +42,19 @@ class Held:
     by_worker: dict[str, int]
 
 
+@dataclass(slots=True)
+class _Waiting:
+    """A call without a place yet."""
+
+    job: Job
+    blocks: Blocks
+    held: Held
+    body_bytes: int
+    place: asyncio.Future[Lease] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+
+
 class Fleet:
     """Workers, queue and prefix knowledge of one model."""
 
@@ -53,6 +66,7 @@ class Fleet:
         prices: Prices,
         *,
         max_waiting: int,
+        max_waiting_bytes: int,
         queue_timeout_s: float,
         default_capacity_tokens: int,
         io_ratio_prior: float,
@@ -70,7 +84,13 @@ class Fleet:
         self._io_ratio_prior = io_ratio_prior
         self._queue_timeout_s = queue_timeout_s
         self._default_capacity_tokens = default_capacity_tokens
-        self._waiting: dict[str, asyncio.Future[Lease]] = {}
+        self._max_waiting_bytes = max_waiting_bytes
+        self._waiting_bytes = 0
+        self._waiting: dict[str, _Waiting] = {}
+        decode_pools = [pool for pool in config.pools if pool.role != "prefill"]
+        mean_weight = sum(pool.weight for pool in decode_pools) / sum(
+            len(pool.workers) for pool in decode_pools
+        )
         for pool in config.pools:
             for worker in pool.workers:
                 state = WorkerState(
@@ -79,7 +99,8 @@ class Fleet:
                     model=config.name,
                     pool=pool.name,
                     role=pool.role,
-                    weight=pool.weight,
+                    # The pool's share is split over its workers; the mean worker's is 1.
+                    weight=pool.weight / len(pool.workers) / mean_weight,
                 )
                 self._upstreams[state.id] = upstreams.worker(worker.url)
                 self.scheduler.add_worker(state)
@@ -139,8 +160,14 @@ class Fleet:
             if name in workers
         }
 
-    async def acquire(self, job: Job) -> Lease:
-        """A place for `job`, as soon as there is one. Raises what a client should hear."""
+    async def acquire(
+        self, job: Job, blocks: Blocks, held: Held, body_bytes: int
+    ) -> tuple[Lease, Held]:
+        """A place for `job`, as soon as there is one, and who held its prompt at that moment.
+
+        `body_bytes` is what the call keeps in memory while it waits. Raises what a client should
+        hear.
+        """
         try:
             lease = self.scheduler.submit(job, time.monotonic())
         except QueueFull:
@@ -149,27 +176,39 @@ class Fleet:
                 retry_after_s=1,
             ) from None
         if lease is not None:
-            return lease
-        if not self.scheduler.servable():
-            self.scheduler.withdraw(job.id)
-            raise NoWorkers(f"No worker of the model {self.name} can take calls at the moment.")
-        place: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
-        self._waiting[job.id] = place
+            self._arriving(lease.placement, blocks)
+            return lease, held
         try:
+            return await self._wait(_Waiting(job, blocks, held, body_bytes))
+        except TimeoutError:
+            raise QueueTimeout(
+                f"No room within {self._queue_timeout_s:g} s (queue.timeout_s).",
+                retry_after_s=math.ceil(self._queue_timeout_s),
+            ) from None
+
+    async def _wait(self, waiting: _Waiting) -> tuple[Lease, Held]:
+        job_id, place = waiting.job.id, waiting.place
+        self._waiting[job_id] = waiting
+        self._waiting_bytes += waiting.body_bytes
+        try:
+            if not self.scheduler.servable():
+                raise NoWorkers(f"No worker of the model {self.name} can take calls now.")
+            if self._waiting_bytes > self._max_waiting_bytes:
+                raise QueueOverflow(
+                    "The calls that wait are too large together (queue.max_waiting_bytes).",
+                    retry_after_s=1,
+                )
             async with asyncio.timeout(self._queue_timeout_s):
-                return await place
-        except BaseException as error:
-            self.scheduler.withdraw(job.id)
+                lease = await place
+            return lease, waiting.held
+        except BaseException:
+            self.scheduler.withdraw(job_id)
             if place.done() and not place.cancelled():  # given a place, but too late to take it
                 self.release(place.result())
-            if isinstance(error, TimeoutError):
-                raise QueueTimeout(
-                    f"No room within {self._queue_timeout_s:g} s (queue.timeout_s).",
-                    retry_after_s=math.ceil(self._queue_timeout_s),
-                ) from None
             raise
         finally:
-            del self._waiting[job.id]
+            self._waiting_bytes -= waiting.body_bytes
+            del self._waiting[job_id]
 
     def release(self, lease: Lease) -> None:
         """The call is over: give its place to whoever waits."""
@@ -178,17 +217,28 @@ class Fleet:
 
     def wake(self) -> None:
         """Place waiting calls, after room or a worker came back."""
-        if self._waiting:
-            for lease in self.scheduler.place_waiting(time.monotonic()):
-                place = self._waiting[lease.job.id]
-                if place.done():  # cancelled in this very turn of the loop
-                    self.scheduler.close(lease)
-                else:
-                    place.set_result(lease)
+        if not self._waiting:
+            return
+        left = []
+        for lease in self.scheduler.place_waiting(time.monotonic(), self._refreshed):
+            waiting = self._waiting[lease.job.id]
+            if waiting.place.done():  # cancelled in this very turn of the loop
+                left.append(lease)
+            else:
+                self._arriving(lease.placement, waiting.blocks)
+                waiting.place.set_result(lease)
+        for lease in left:
+            self.release(lease)
+
+    def _refreshed(self, job: Job) -> Job:
+        """Match again: the turn before may have been placed while this one waited."""
+        waiting = self._waiting[job.id]
+        waiting.held = self.held_now(waiting.held, waiting.blocks)
+        return replace(job, held_tokens=self.in_tokens(waiting.held, job.prompt_tokens))
 
     # What the map learns
 
-    def arriving(self, placement: Placement, blocks: Blocks) -> None:
+    def _arriving(self, placement: Placement, blocks: Blocks) -> None:
         """The prompt will soon be held where it was placed: equal calls behind it follow it."""
         for worker in (placement.prefill, placement.decode):
             if worker is not None:

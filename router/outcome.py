@@ -10,9 +10,10 @@ class Outcome:
     """Filled step by step while a call runs, observed once when it ends.
 
     `plan` is "pd" (prefill and decode apart), "decode" (one worker for both) or "none" (never
-    placed). `code` is the HTTP status sent, 499 where the client left first. The four prefix counts
-    are prompt tokens: some worker held / the chosen one held / it was expected to reuse / the
-    engine says it reused (None: it did not say). Times are None where the call never got so far.
+    placed). `code` is the HTTP status sent, or that of the error that ended a stream, or 499 where
+    the client left first. The four prefix counts are prompt tokens: some worker held / the chosen
+    one held / it was expected to reuse / the engine says it reused (None: it did not say). Times
+    are None where the call never got so far.
     `retries` holds (stage, reason) of each failed attempt; `error` names a failure in one word.
     """
 

@@ -11,19 +11,15 @@ import asyncio
 import re
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import orjson
 
 from router.errors import Disconnected, EngineFailed, WorkerFailure
 
-# The last packets of a stream hold its usage and [DONE]. They are kept as they came: a packet is
-# one event or more, and joining them is work for the end.
-_TAIL_PACKETS = 16
-# What is shorter than any event is a piece of one, and joined to the packet before it.
-_FRAGMENT_BYTES = 64
-_FRAGMENT_LIMIT_BYTES = 4096
+# The last events of a stream hold its usage and [DONE].
+_TAIL_PIECES = 4
 # An engine that sends this much without content is relayed as it is.
 _HELD_BYTES = 1 << 20
 _EVENT_END = re.compile(rb"\r?\n\r?\n")
@@ -61,7 +57,7 @@ class Relay:
         self._flowing = False
         self._held = b""
         self._judged = 0  # bytes of what is held that were seen to be without content
-        self._tail: deque[bytes] = deque(maxlen=_TAIL_PACKETS)
+        self._tail: deque[bytes] = deque(maxlen=_TAIL_PIECES)
         self._event_end = b"\n\n"
 
     @property
@@ -89,22 +85,23 @@ class Relay:
         )
 
     def on_data(self, data: bytes) -> None:
-        if not self._flowing:
-            self._hold(data)
-            return
         if self.finished.done():
             return
-        if _ERROR_START in data and (error := _ERROR.search(data)):
-            # What the engine sends behind its error is [DONE], which would say that all is well.
-            if error.start():
-                self._client.write(data[: error.start()])
-            self._end(EngineFailed("engine_error_event"))
-            return
-        self._client.write(data)
-        self._note(data)
+        if self._held:
+            data = self._held + data
+            self._held = b""
+        if self._flowing:
+            self._flow(data, self._client.write)
+        elif self._streams:
+            self._look_for_content(data)
+        else:
+            self._held = data
 
     def on_end(self) -> None:
         if self._flowing:
+            if self._held:
+                self._client.write(self._held)
+                self._tail.append(self._held)
             if not _DONE.search(b"".join(self._tail)):
                 self._end(Disconnected("unfinished_stream"))
                 return
@@ -117,47 +114,49 @@ class Relay:
     def on_failure(self, failure: WorkerFailure) -> None:
         self._end(failure)
 
-    def _hold(self, data: bytes) -> None:
-        self._held += data
-        if not self._streams:
-            return
-        content, self._judged = has_content(self._held, self._judged)
+    def _look_for_content(self, data: bytes) -> None:
+        content, self._judged = has_content(data, self._judged)
         if isinstance(content, EngineFailed):
             self._end(content)
-        elif (content or len(self._held) > _HELD_BYTES) and not self.started.done():
+        elif content or len(data) > _HELD_BYTES:
             self._flowing = True
-            if b"\r\n\r\n" in self._held:
+            if b"\r\n\r\n" in data:
                 self._event_end = b"\r\n\r\n"
             self.first_content_s = time.perf_counter()
-            self._client.start_stream(self._held)
-            self._note(self._held)
-            self._held = b""
             self.started.set_result(True)
+            self._flow(data, self._client.start_stream)
+        else:
+            self._held = data
 
-    def _note(self, data: bytes) -> None:
-        end, tail = self._event_end, self._tail
-        # Packets mostly end where events do; else an event's end may lie across two of them.
-        if not tail or tail[-1].endswith(end):
+    def _flow(self, data: bytes, write: Callable[[bytes], None]) -> None:
+        """Pass on the whole events in `data`; the piece of one behind them waits for its rest."""
+        end = self._event_end
+        if not data.endswith(end) and len(data) < _HELD_BYTES:
+            whole = data.rfind(end) + len(end) if end in data else 0
+            self._held, data = data[whole:], data[:whole]
+        failed = _ERROR.search(data) if _ERROR_START in data else None
+        if failed:
+            # What the engine sends behind its error is [DONE], which would say that all is well.
+            data = data[: failed.start()]
+        if data:
+            write(data)
             self.events += data.count(end)
-        else:
-            self.events += (tail[-1][1 - len(end) :] + data).count(end)
-        if len(data) < _FRAGMENT_BYTES and tail and len(tail[-1]) < _FRAGMENT_LIMIT_BYTES:
-            tail[-1] += data
-        else:
-            tail.append(data)
+            self._tail.append(data)
+        if failed:
+            self._end(EngineFailed("engine_error_event"))
 
     def _end(self, failure: WorkerFailure | None) -> None:
+        future = self.finished if self.started.done() else self.started
+        if failure is not None:
+            if not future.done():
+                future.set_exception(failure)
+            if future is self.started:
+                self.finished.cancel()
+            return
         if not self.started.done():
-            if failure is None:
-                self.started.set_result(False)
-            else:
-                self.started.set_exception(failure)
-                return
+            self.started.set_result(False)
         if not self.finished.done():
-            if failure is None:
-                self.finished.set_result(None)
-            else:
-                self.finished.set_exception(failure)
+            self.finished.set_result(None)
 
 
 def has_content(held: bytes, position: int = 0) -> tuple[bool | EngineFailed, int]:

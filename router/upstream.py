@@ -232,9 +232,11 @@ class Connection(asyncio.Protocol):
         except httptools.HttpParserError:
             self._fail(Disconnected("bad_http"))
             return
-        if self._pieces:
-            pieces, self._pieces = self._pieces, []
-            self._receiver.on_data(pieces[0] if len(pieces) == 1 else b"".join(pieces))
+        pieces = self._pieces
+        if pieces:
+            body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+            pieces.clear()
+            self._receiver.on_data(body)
         if self._complete:
             self._finish()
 
@@ -306,6 +308,11 @@ class Collected:
     @property
     def body(self) -> bytes:
         return b"".join(self._pieces)
+
+    def listen_again(self) -> None:
+        """Make `whole` awaitable anew, after a wait for it was cancelled."""
+        if self.whole.cancelled():
+            self.whole = asyncio.get_running_loop().create_future()
 
     def on_head(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
         self.status, self.headers = status, headers

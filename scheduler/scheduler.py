@@ -7,6 +7,7 @@ argument, in seconds of any monotonic clock.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -85,16 +86,19 @@ class Scheduler:
         self._waiting.append(job)
         return None
 
-    def place_waiting(self, now_s: float) -> list[Lease]:
-        """Place jobs from the head of the queue while there is room."""
-        leases = []
+    def place_waiting(
+        self, now_s: float, refresh: Callable[[Job], Job] = lambda job: job
+    ) -> Iterator[Lease]:
+        """Place jobs from the head of the queue while there is room, one for each step.
+
+        `refresh` brings a job up to date first: who holds its prefix changes while it waits.
+        """
         while self._waiting:
-            lease = self._place(self._waiting[0], now_s)
+            lease = self._place(refresh(self._waiting[0]), now_s)
             if lease is None:
-                break
+                return
             self._waiting.popleft()
-            leases.append(lease)
-        return leases
+            yield lease
 
     def withdraw(self, job_id: str) -> None:
         """Take back a job that waits; any other is left alone."""
@@ -121,12 +125,10 @@ class Scheduler:
             self._release_prefill(lease)
         lease.phase = "closed"
         self.leases.discard(lease)
-        decode, prefill = lease.placement.decode, lease.placement.prefill
+        decode = lease.placement.decode
         decode.decode_jobs -= 1
         decode.decode_work_tokens -= lease.decode_tokens
         decode.running -= 1
-        if prefill is not None:
-            prefill.running -= 1
 
     def _place(self, job: Job, now_s: float) -> Lease | None:
         placement = place(job, self._listed, self._prices, self.room_tokens, now_s)
@@ -172,6 +174,8 @@ class Scheduler:
 
     def _release_prefill(self, lease: Lease) -> None:
         worker = lease.placement.prefill or lease.placement.decode
+        if lease.placement.prefill is not None:
+            worker.running -= 1
         worker.prefill_jobs -= 1
         worker.prefill_work_tokens -= lease.prefill_tokens
         # The sum of many floats may end beside zero; an idle worker owes nothing.

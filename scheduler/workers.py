@@ -14,9 +14,10 @@ class WorkerState:
 
     Reported: `up`, `epoch` (counts restarts), `block_tokens`, `capacity_tokens` (KV cache; None is
     not known), `kv_usage` (0 to 1), `engine_running`, `engine_waiting`.
-    Charged by leases: `running` (calls), `prefill_jobs`, `prefill_work_tokens` and
-    `prefill_work_ms` (prompt still to compute), `decode_jobs`, `decode_work_tokens` (prompt and
-    expected output of calls that decode or will). Only placing and finishing a lease write these.
+    Charged by leases: `running` (calls that prefill here, or decode here or will), `prefill_jobs`,
+    `prefill_work_tokens` and `prefill_work_ms` (prompt still to compute), `decode_jobs`,
+    `decode_work_tokens` (prompt and expected output of calls that decode or will). Only placing and
+    finishing a lease write these.
     """
 
     id: str

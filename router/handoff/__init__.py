@@ -24,7 +24,7 @@ class Handoff(Protocol):
 
     def release(self, body: JSON, chat: bool, params: bytes) -> bytes:
         """Body of a decode leg that takes the KV over and does nothing with it, so that the
-        prefill worker can free it at once."""
+        prefill worker can free it at once. Only for `params` that no leg was sent with."""
 
 
 HANDOFFS: Mapping[str, Handoff] = {"vllm-nixl": VllmNixl()}
