@@ -79,7 +79,7 @@ lock:
 	@sh .ci/make-venv $(VENV)-lock
 	$(VENV)-lock/bin/python -m pip install --quiet --disable-pip-version-check 'pip-tools>=7.6'
 	$(LOCK) $(ARGS) --output-file=requirements.txt pyproject.toml
-	$(LOCK) $(ARGS) --extra=dev --extra=bench --constraint=requirements.txt --output-file=requirements-dev.txt pyproject.toml
+	$(LOCK) $(ARGS) --extra=dev --extra=bench --extra=events --constraint=requirements.txt --output-file=requirements-dev.txt pyproject.toml
 	$(LOCK) $(ARGS) --only-build-deps --build-deps-for=wheel --constraint=requirements-dev.txt --output-file=requirements-build.txt pyproject.toml
 	rm -rf $(VENV)-lock
 

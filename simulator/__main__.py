@@ -10,6 +10,7 @@ import resource
 import signal
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 import orjson
 import uvloop
@@ -60,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--kv-lease-s", type=_positive, default=30.0, help="how long a prefill worker keeps KV")
     add("--stream-interval", type=_count, default=1, help="tokens of an event")
     add("--api-key", help="key that /v1 asks for")
-    add("--kv-events", action="store_true", help="publish KV cache events over ZeroMQ")
+    add("--kv-events", action="store_true", help="publish KV cache events (extra `events`)")
     add("--admin-port", type=int, default=0, help="port of /sim/workers for the whole process")
     add("--log-level", default="warning", choices=("debug", "info", "warning", "error"))
     return parser
@@ -131,6 +132,16 @@ async def _serve(configs: Sequence[WorkerConfig], admin_port: int) -> None:
         await stopped.wait()
 
 
+def _require_events() -> None:
+    try:
+        import_module("simulator.kv_publisher")
+    except ModuleNotFoundError as error:
+        raise SystemExit(
+            f"--kv-events needs {error.name}, which the extra `events` brings: "
+            "pip install 'pdrouter[events]'"
+        ) from error
+
+
 def _prepare_process() -> None:
     """Room for thousands of streams, and garbage collection that does not rescan old caches."""
     _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -146,6 +157,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         configs = _configs(args)
     except profile.ProfileError as error:
         raise SystemExit(str(error)) from error
+    if args.kv_events:
+        _require_events()
     _prepare_process()
     try:
         uvloop.run(_serve(configs, args.admin_port))

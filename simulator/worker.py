@@ -7,7 +7,7 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
 from secrets import token_hex
 from time import time
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import orjson
 
@@ -19,11 +19,12 @@ from simulator.faults import Faults
 from simulator.frontend import Frontend
 from simulator.generation import Generation
 from simulator.http_server import Connection, Exchange
-from simulator.kv_events import BUFFERED_BATCHES, KvEventLog
 from simulator.peers import OnRead, Peers
 from simulator.profile import Profile
 from simulator.vllm import errors, replies, requests
-from simulator.zmtp import Publisher, Replier
+
+if TYPE_CHECKING:
+    from simulator.kv_publisher import KvPublisher
 
 JSON = dict[str, Any]
 Role = Literal["prefill", "decode", "both"]
@@ -75,8 +76,7 @@ class Worker:
         self._pumping = False
         self._calls: dict[str, Generation] = {}
         self._frontend = Frontend(self)
-        self._publisher = Publisher()
-        self._replier = Replier(self._replay)
+        self._publisher: KvPublisher | None = None
         self._boot()
 
     def _boot(self) -> None:
@@ -93,7 +93,8 @@ class Worker:
             recompute_failed_loads=config.recompute_failed_loads,
             record_kv_events=config.kv_events,
         )
-        self._event_log = KvEventLog(f"kv@{config.name}@{config.names[0]}", config.block_tokens)
+        if self._publisher is not None:
+            self._publisher.restart()
         self.engine.pace = self.faults.pace
         self.observed = metrics.Observations()
         self.started_at_s = time()
@@ -118,8 +119,7 @@ class Worker:
     async def start(self) -> None:
         await self._listen()
         if self.config.kv_events:
-            await self._publisher.listen(self.config.host)
-            await self._replier.listen(self.config.host)
+            self._publisher = _kv_publisher(self.config)
 
     async def _listen(self, attempts: int = 1) -> None:
         """Open the port. Raises OSError if it is taken, at the last of `attempts`."""
@@ -149,8 +149,8 @@ class Worker:
                 timer.cancel()
         self.peers.unregister(self.engine.engine_id)
         self._stop_listening()
-        self._publisher.close()
-        self._replier.close()
+        if self._publisher is not None:
+            await self._publisher.close()
         for connection in list(self.connections):
             connection.abort()
 
@@ -227,19 +227,11 @@ class Worker:
                 self._deliver(sequence)
             if not engine.has_news:
                 break
-        if engine.kv_events:
-            self._publish_kv_events()
+        if engine.kv_events and self._publisher is not None:
+            events, engine.kv_events = engine.kv_events, []
+            self._publisher.publish(events, time())
         self._pumping = False
         self._arm()
-
-    def _publish_kv_events(self) -> None:
-        events, self.engine.kv_events = self.engine.kv_events, []
-        self._publisher.publish(self._event_log.append(events or [], time()))
-
-    def _replay(self, request: list[bytes]) -> list[list[bytes]]:
-        """Answer `[b"", first]`, a consumer that missed batches."""
-        first = int.from_bytes(request[-1], "big")
-        return [[b"", *frames] for frames in self._event_log.replay(first)]
 
     def _act(self, action: Pull | Release | Heartbeat) -> None:
         if isinstance(action, Pull):
@@ -433,18 +425,15 @@ class Worker:
 
     def kv_event_source(self) -> JSON | None:
         """Where cache events are published, if they are."""
-        if not self.config.kv_events:
-            return None
-        return {
-            "enable_kv_cache_events": True,
-            "publisher": "zmq",
-            "endpoint": f"tcp://{self.config.host}:{self._publisher.port}",
-            "replay_endpoint": f"tcp://{self.config.host}:{self._replier.port}",
-            "buffer_steps": BUFFERED_BATCHES,
-            "hwm": 100000,
-            "max_queue_size": 100000,
-            "topic": self._event_log.topic.decode(),
-        }
+        return self._publisher.source() if self._publisher is not None else None
+
+
+def _kv_publisher(config: WorkerConfig) -> KvPublisher:
+    # Here, so that workers without events need no ZeroMQ.
+    from simulator.kv_publisher import KvPublisher
+
+    topic = f"kv@{config.name}@{config.names[0]}"
+    return KvPublisher(config.host, topic, config.block_tokens)
 
 
 def _base_id(request_id: str) -> str:

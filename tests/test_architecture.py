@@ -33,7 +33,10 @@ EXTRAS = {
 UNTESTED_ALONE: dict[str, str] = {}
 
 # What a dependency is imported as, where the name differs.
-IMPORTED_AS = {"prometheus-client": "prometheus_client", "pyyaml": "yaml"}
+IMPORTED_AS = {"prometheus-client": "prometheus_client", "pyyaml": "yaml", "pyzmq": "zmq"}
+
+# The extra that a package may import from.
+EXTRA_OF = {"bench": "bench", "simulator": "events"}
 
 
 def source_modules() -> Iterator[Path]:
@@ -158,7 +161,7 @@ def test_import_rules_hold():
 def test_every_dependency_is_used_and_explained():
     imported = set().union(*(imports_of(ROOT / module) for module in source_modules()))
     document = (ROOT / "docs/dependencies.md").read_text(encoding="utf-8")
-    for name in RUNTIME:
+    for name in RUNTIME + EXTRAS["events"]:
         assert IMPORTED_AS.get(name, name) in imported, f"{name} is not imported anywhere"
         assert f"| {name} |" in document, f"{name} has no reason in docs/dependencies.md"
 
@@ -169,8 +172,9 @@ def test_every_import_is_a_declared_dependency():
     # FastAPI's own foundation, of one version with it.
     known.add("starlette")
     for module in source_modules():
-        extra = set(EXTRAS["bench"]) if module.parts[0] == "bench" else set()
-        assert imports_of(ROOT / module) <= known | extra, module
+        extra = EXTRAS.get(EXTRA_OF.get(module.parts[0], ""), [])
+        allowed = known | {IMPORTED_AS.get(name, name) for name in extra}
+        assert imports_of(ROOT / module) <= allowed, module
 
 
 def imports_of(path: Path) -> set[str]:
@@ -189,7 +193,7 @@ def test_locks_hold_every_direct_dependency_with_hashes(name):
     text = (ROOT / name).read_text(encoding="utf-8")
     wanted = RUNTIME
     if name == "requirements-dev.txt":
-        wanted = RUNTIME + EXTRAS["bench"] + EXTRAS["dev"]
+        wanted = RUNTIME + sum(EXTRAS.values(), [])
     for dependency in wanted:
         assert re.search(rf"^{re.escape(dependency)}==\S+ \\\n    --hash=", text, re.MULTILINE)
 

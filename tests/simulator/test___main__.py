@@ -90,3 +90,15 @@ def test_bad_arguments_are_explained(args, said, capsys):
         main(["--model", "tiny", *args])
     assert caught.value.code
     assert said in str(caught.value) + capsys.readouterr().err
+
+
+def test_events_without_their_extra_are_explained(monkeypatch):
+    monkeypatch.delitem(sys.modules, "simulator.kv_publisher", raising=False)
+    monkeypatch.setitem(sys.modules, "zmq", None)
+    with pytest.raises(SystemExit, match=r"zmq.*pdrouter\[events\]"):
+        main(["--model", "tiny", "--worker", "both:0", "--kv-events"])
+
+
+def test_without_events_nothing_of_the_extra_is_imported():
+    code = "import simulator.__main__, sys; sys.exit(bool({'zmq', 'msgspec'} & {*sys.modules}))"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

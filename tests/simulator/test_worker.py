@@ -11,6 +11,8 @@ from typing import Any
 
 import httpx
 import pytest
+import zmq
+from msgspec import msgpack
 
 from simulator.profile import load
 from tests.simulator.recordings import events
@@ -469,17 +471,16 @@ def test_cache_events_are_published_where_the_worker_says(serve):
     served = serve("prefill", kv_events=True)
     source = served.get("/kv_event_sources").json()["0"]
     assert source["topic"] == "kv@p0@tiny"
-    host, port = source["endpoint"].removeprefix("tcp://").split(":")
-    with socket.create_connection((host, int(port)), timeout=5) as subscriber:
-        greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
-        subscriber.sendall(greeting + b"\x04\x19\x05READY\x0bSocket-Type\0\0\0\x03SUB\0\x01\x01")
-        publisher = served.workers[0]._publisher
-        eventually(lambda: any(peer.topics for peer in publisher.peers))
-        served.post(PATH, CHAT)
-        data = b""
-        while b"BlockStored" not in data:
-            data += subscriber.recv(65536)
-    assert b"kv@p0@tiny" in data
+    subscriber: zmq.Socket[bytes]
+    with zmq.Context.instance().socket(zmq.SUB) as subscriber:
+        subscriber.subscribe("kv@p0@tiny")
+        subscriber.connect(source["endpoint"])
+        prompts = (f"{i} " * 40 for i in range(500))
+        while not subscriber.poll(5):
+            served.post("/v1/completions", {"model": "tiny", "prompt": next(prompts)})
+        topic, number, payload = subscriber.recv_multipart()
+    assert (topic, len(number)) == (b"kv@p0@tiny", 8)
+    assert msgpack.decode(payload)[1][0]["type"] == "BlockStored"
 
 
 def test_time_on_the_wire_is_the_profiles(serve):
