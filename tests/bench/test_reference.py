@@ -74,11 +74,8 @@ def test_rows_without_blocks_reuse_nothing():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_reproduces_the_published_rates(name):
-    try:
-        trace = traces.read(traces.find(name, traces.shared_dir()))
-    except traces.TraceError as error:
-        pytest.skip(str(error))
+def test_reproduces_the_published_rates(shared, name):
+    trace = traces.read(shared(f"traces/{name}.jsonl.gz"))
     for workers, percent in zip((2, 4), PUBLISHED[name], strict=True):
         found = reference.pooled(trace.rows, workers, 1 << 20)
         assert 100 * found.hit_rate == pytest.approx(percent, abs=0.3)

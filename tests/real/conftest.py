@@ -25,7 +25,7 @@ import openai
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SHARED = Path(os.environ.get("PDROUTER_SHARED", ROOT.parent / "shared"))
+SHARED = Path(os.environ.get("PDROUTER_SHARED") or ROOT.parent / "shared")
 LAUNCHER = SHARED / "real-engine" / "real_engine.py"
 INSTALL_S = 900
 START_S = 600

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,15 +9,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from router.engine_metrics import EngineFigures, read_figures
 
-SHARED = Path(os.environ.get("PDROUTER_SHARED", Path(__file__).parents[3] / "shared"))
-RECORDED = SHARED / "fixtures" / "vllm" / "http"
 CONFIG = b'vllm:cache_config_info{engine="%d",block_size="16",num_gpu_blocks="%s"} 1.0\n'
 
 
-@pytest.mark.skipif(not RECORDED.is_dir(), reason=f"recorded engine texts are not at {RECORDED}")
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_recorded_texts_give_what_a_full_parser_finds(role):
-    text = (RECORDED / f"metrics_{role}.txt").read_text()
+def test_recorded_texts_give_what_a_full_parser_finds(shared, role):
+    text = shared(f"fixtures/vllm/http/metrics_{role}.txt").read_text()
     samples = {
         sample.name: sample
         for family in text_string_to_metric_families(text)

@@ -10,7 +10,6 @@ import pytest
 
 from simulator.fit import fit_decode, fit_prefill
 from simulator.profile import DecodeCost, PrefillCost, load
-from tests.simulator import recordings
 
 
 def test_prefill_constants_are_found_again():
@@ -34,8 +33,8 @@ def test_decode_constants_are_found_again():
 
 
 @pytest.fixture(scope="module")
-def measured_path():
-    return recordings.shared_dir() / "profiles" / "h200-llama8b-bf16.json"
+def measured_path(shared):
+    return shared("profiles/h200-llama8b-bf16.json")
 
 
 def test_shipped_fit_is_within_its_stated_error_of_the_measurements(measured_path):

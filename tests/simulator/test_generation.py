@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.simulator.recordings import events
+from tests.simulator.sse import events
 
 CHAT: Any = {
     "model": "tiny",

@@ -15,14 +15,13 @@ from simulator.kv_events import (
     KvEvent,
 )
 from simulator.profile import load, resized
-from tests.simulator import recordings
 
 BLOCK = 16
 PROFILE = resized(load("h200-llama8b"), capacity_tokens=640, max_model_len=600)
 
 
-def test_events_have_the_recorded_members():
-    path = recordings.shared_dir() / "fixtures" / "vllm" / "kv_events.jsonl"
+def test_events_have_the_recorded_members(shared):
+    path = shared("fixtures/vllm/kv_events.jsonl")
     recorded: dict[str, list[str]] = {}
     for line in path.read_text().splitlines():
         row = orjson.loads(line)

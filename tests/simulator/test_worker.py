@@ -15,7 +15,7 @@ import zmq
 from msgspec import msgpack
 
 from simulator.profile import load
-from tests.simulator.recordings import events
+from tests.simulator.sse import events
 
 CHAT: Any = {
     "model": "tiny",
@@ -350,7 +350,8 @@ def test_dead_worker_refuses_and_comes_back_new(serve):
 
 def test_a_fault_for_some_time(serve):
     served = serve("both")
-    served.faults(die=True, for_s=0.3)
+    start = time.monotonic()
+    served.faults(die=True, for_s=1.0)
     with pytest.raises(httpx.ConnectError):
         httpx.get(served.url() + "/health")
 
@@ -360,7 +361,8 @@ def test_a_fault_for_some_time(serve):
         except httpx.ConnectError:
             return False
 
-    assert 0.1 < eventually(back) < 2
+    eventually(back)
+    assert time.monotonic() - start >= 1.0
 
 
 def test_refuse_keeps_open_connections(serve):

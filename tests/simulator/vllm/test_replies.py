@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 import pytest
 
-from tests.simulator import recordings
+from tests.simulator.sse import events
 
 NAMES = [
     "chat",
@@ -105,14 +105,18 @@ def request_body(served: Any, name: str, recorded: Any) -> Any:
     return body | {"kv_transfer_params": given}
 
 
-def test_every_recording_is_compared():
-    folder = recordings.shared_dir() / "fixtures" / "vllm" / "http"
-    assert {path.stem for path in folder.glob("*.json")} == {*NAMES, *OTHER_PROTOCOL}
+@pytest.fixture
+def recordings(shared):
+    return shared("fixtures/vllm/http")
+
+
+def test_every_recording_is_compared(recordings):
+    assert {path.stem for path in recordings.glob("*.json")} == {*NAMES, *OTHER_PROTOCOL}
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_reply_has_the_shape_of_the_recorded_one(pair, name):
-    recorded = recordings.exchange(name)
+def test_reply_has_the_shape_of_the_recorded_one(recordings, pair, name):
+    recorded = orjson.loads((recordings / f"{name}.json").read_bytes())
     request = recorded["request"]
     at = 1 if recorded["role"] == "decode" else 0
     headers = {k: v for k, v in request["headers"].items() if k == "x-request-id"}
@@ -127,7 +131,7 @@ def test_reply_has_the_shape_of_the_recorded_one(pair, name):
     if name == "kv_event_sources":
         return  # none without --kv-events
     if "event-stream" in reply.headers.get("content-type", ""):
-        ours, theirs = recordings.events(reply.text), recordings.events(recorded["body"])
+        ours, theirs = events(reply.text), events(recorded["body"])
         assert [shape(event) for event in ours] == [shape(event) for event in theirs]
     elif recorded["body"]:
         ours, theirs = orjson.loads(reply.content), orjson.loads(recorded["body"])
@@ -151,8 +155,8 @@ def same_values(name: str, ours: Any, theirs: Any) -> None:
         assert one["index"] == other["index"]
 
 
-def test_metrics_have_recorded_names_and_labels(pair):
-    recorded = recordings.text("metrics_decode.txt")
+def test_metrics_have_recorded_names_and_labels(recordings, pair):
+    recorded = (recordings / "metrics_decode.txt").read_text()
 
     def series(page: str) -> dict[str, set[str]]:
         found: dict[str, set[str]] = {}
