@@ -85,7 +85,14 @@ def _alone(tools: Tools, options: argparse.Namespace) -> tuple[JSON, list[Mark]]
         Mark("failed calls in all tests", sum(samples["failed"]), 0.0),
         Mark("memory growth from the first repeat to the last", growth, GROWTH_AT_MOST),
     ]
-    figures = {"rig": tools.name, "reps": options.reps, "rss_mb": rss_mb}
+    for failure in running.failures:
+        report.say(f"  {failure}")
+    figures = {
+        "rig": tools.name,
+        "reps": options.reps,
+        "rss_mb": rss_mb,
+        "failures": running.failures,
+    }
     return {**figures, **samples}, marks
 
 

@@ -126,6 +126,7 @@ class Rig:
         self.ports = ports
         self._engine_pid = engine_pid
         self.router_pid = router_pid
+        self.failures: list[str] = []
 
     def control(self, query: str) -> None:
         httpx.get(f"http://127.0.0.1:{self.ports.regular}/_ctl?{query}", trust_env=False)
@@ -160,7 +161,11 @@ class Rig:
             child.stdout.close()
         if not line:
             raise ClusterError("the load generator ended without figures")
-        return {**json.loads(line), "router_cpu": used}
+        found = json.loads(line)
+        if found["bad"]:
+            why = found.get("faults") or f"status {found.get('bad_status')}"
+            self.failures.append(f"{' '.join(arguments)}: {found['bad']} failed: {why}")
+        return {**found, "router_cpu": used}
 
 
 @contextlib.contextmanager

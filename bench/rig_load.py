@@ -12,6 +12,7 @@ import json
 import random
 import string
 import sys
+from collections import Counter
 from collections.abc import Sequence
 
 from bench.figures import percentile
@@ -27,6 +28,7 @@ class Reply:
         self.ended_ok: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self.events = 0
         self.first_s: float | None = None
+        self.fault = ""
         self._status = 0
         self._tail = b""
 
@@ -40,9 +42,12 @@ class Reply:
         self._tail = (self._tail + data)[-64:]
 
     def ended(self) -> None:
+        if self._status != 200:
+            self.fault = f"HTTP {self._status}"
         self._finish(self._status == 200)
 
     def failed(self, reason: str) -> None:
+        self.fault = reason
         self._finish(False)
 
     def complete(self, stream: bool, tokens: int) -> bool:
@@ -65,6 +70,7 @@ class Load:
         self._window_s = 0.0
         self._started = 0
         self.done = self.bad = self.events = 0
+        self.faults: Counter[str] = Counter()
         self.ttft_s: list[float] = []
 
     async def run(self) -> dict[str, object]:
@@ -84,6 +90,7 @@ class Load:
         return {
             "done": self.done,
             "bad": self.bad,
+            "faults": dict(self.faults),
             "started": self._started,
             "secs": seconds,
             "rps": self.done / seconds,
@@ -123,6 +130,8 @@ class Load:
         self.events += reply.events
         self.done += ok
         self.bad += not ok
+        if not ok:
+            self.faults[reply.fault or f"{reply.events} events"] += 1
         if reply.first_s is not None:
             self.ttft_s.append(reply.first_s - sent_s)
 

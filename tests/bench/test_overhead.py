@@ -17,6 +17,7 @@ def test_the_own_rig_end_to_end(tmp_path, capsys):
     main(["overhead", "--own-rig", "--reps", "1", "--secs", "0.3", "--quiet", "0", "--out", out])
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert last["rig"] == "python"
+    assert last["failures"] == []
     assert sum(last["failed"]) == 0
     assert last["cpu_ms_per_1k_call"][0] > 0
     assert last["cpu_us_per_chunk"][0] > 0

@@ -36,3 +36,21 @@ def test_prompts_have_their_size_and_are_unique():
     assert len(first) == len(second) == 5000
     assert first[:2500] == second[:2500]
     assert first != second
+
+
+def test_failed_calls_say_why():
+    async def refuse(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 503 Busy\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
+        writer.close()
+
+    async def measure():
+        server = await asyncio.start_server(refuse, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        found = await rig_load.Load(rig_load.parse(["--port", str(port), "--n", "3"])).run()
+        server.close()
+        return found
+
+    found = asyncio.run(measure())
+    assert (found["done"], found["bad"]) == (0, 3)
+    assert found["faults"] == {"HTTP 503": 3}
