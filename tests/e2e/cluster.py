@@ -66,7 +66,7 @@ def process(command: Sequence[str], log: Path, **options: Any) -> Iterator[subpr
     """A child in a session of its own, ended on the way out; it writes to `log`."""
     with log.open("ab") as sink:
         settings: JSON = {"stdin": subprocess.DEVNULL, "stdout": sink, "stderr": sink} | options
-        child = subprocess.Popen(command, cwd=ROOT, start_new_session=True, text=False, **settings)
+        child: Any = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **settings)
         try:
             yield child
         finally:

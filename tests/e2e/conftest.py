@@ -161,7 +161,7 @@ def _strict(sims, engines, stand_ins, folder) -> Iterator[Gateway]:
         ],
         "auth": {"keys_env": "E2E_KEYS"},
         "queue": {"max_waiting": 1, "timeout_s": 1.0},
-        "timeouts": {"connect_s": 2.0, "first_byte_s": 1.5, "idle_s": 1.0, "handoff_gap_s": 0.7},
+        "timeouts": {"connect_s": 2.0, "first_byte_s": 1.0, "idle_s": 1.0, "handoff_gap_s": 0.7},
         "monitor": MONITOR,
         "log": {"level": "debug"},
     }
