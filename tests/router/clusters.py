@@ -65,6 +65,7 @@ def model_config(prefill: Sequence[str], decode: Sequence[str], **more: Any) -> 
 def fleet_of(config: ModelConfig, upstreams: Any, **more: Any) -> Fleet:
     limits: JSON = {
         "max_waiting": 10,
+        "max_waiting_bytes": 1 << 20,
         "queue_timeout_s": 5.0,
         "default_capacity_tokens": 100_000,
         "io_ratio_prior": 4.0,

@@ -170,7 +170,6 @@ def test_a_body_too_large_is_refused():
     played(play, limits={"max_body_bytes": 1000})
 
 
-@pytest.mark.xfail(strict=True, reason="it is refused before there is a call to observe")
 def test_a_body_too_large_is_a_call_too():
     """It has an id and is counted."""
 

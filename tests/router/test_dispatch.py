@@ -598,7 +598,6 @@ def test_without_any_worker_a_call_is_refused_at_once():
     played(play)
 
 
-@pytest.mark.xfail(strict=True, reason="calls that wait are told apart by the client's own id")
 def test_two_calls_of_one_request_id_may_wait():
     async def play(made: Cluster, held: Held) -> None:
         first = await occupied(made)
@@ -618,15 +617,10 @@ def test_two_calls_of_one_request_id_may_wait():
 # Clients that leave
 
 
-PREFILL_GOES_ON = pytest.mark.xfail(
-    strict=True, reason="who is cancelled while it waits cancels the future that is asked later"
-)
-
-
 @pytest.mark.parametrize(
     ("phase", "prefill", "decode"),
     [
-        pytest.param("prefill", silent, decodes, marks=PREFILL_GOES_ON),
+        ("prefill", silent, decodes),
         ("transfer", prefills, silent),
         ("transfer", prefills, events(ROLE, then="silent")),
         ("decode", prefills, events(ROLE, chunk({"content": "x"}), then="silent")),

@@ -336,21 +336,42 @@ def test_a_body_as_large_as_allowed(run):
 
 
 @pytest.mark.parametrize("with_length", [True, False])
-def test_a_larger_one_is_refused_and_not_kept(run, with_length):
+def test_a_larger_one_is_not_kept_and_the_handler_is_told(run, with_length):
+    seen: list[tuple[bool, int, bytes]] = []
+
+    async def measure(exchange: Exchange) -> None:
+        seen.append((exchange.body_is_too_large, exchange.body_bytes, exchange.body))
+        exchange.respond(200, b"seen")
+
     async def scenario() -> None:
         body = b"x" * 300_001
         sent = request(body)
         if not with_length:
             head = b"POST %b HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n" % HOT
             sent = head + b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
-        async with listening(echo, max_body_bytes=100_000) as edge:
+        async with listening(measure, max_body_bytes=100_000) as edge:
             async with edge.client() as (reader, writer):
-                writer.write(sent)
-                response = await read_response(reader)
-                assert response.status == 413
-                assert "100000" in json.loads(response.body)["error"]["message"]
-                writer.write(request(b"small"))
-                assert (await read_response(reader)).body == b"got small"
+                for data in (sent, request(b"x" * 100_000)):
+                    writer.write(data)
+                    assert (await read_response(reader)).body == b"seen"
+        assert seen == [(True, 300_001, b""), (False, 100_000, b"x" * 100_000)]
+
+    run(scenario())
+
+
+def test_of_one_too_large_no_piece_is_kept(run):
+    """Not even while the rest of it still comes."""
+
+    async def scenario() -> None:
+        async with listening(echo, max_body_bytes=100_000) as edge:
+            async with edge.client() as (_, writer):
+                writer.write(b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-length: 900000\r\n\r\n" % HOT)
+                writer.write(b"x" * 300_000)
+                await until(lambda: edge.protocols and edge.protocols[0].cycle is not None)
+                exchange = edge.protocols[0].cycle
+                await until(lambda: exchange.body_bytes == 300_000)
+                assert exchange.body_is_too_large
+                assert exchange._pieces == []
 
     run(scenario())
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -51,7 +53,7 @@ def owed(each: WorkerState, leases: set[Lease]) -> tuple[int, ...]:
     ]
     decodes = [x for x in mine if x.placement.decode is each]
     return (
-        len(mine),
+        len({*prefills, *decodes}),
         len(prefills),
         sum(x.job.prompt_tokens - x.placement.cached_tokens for x in prefills),
         len(decodes),
@@ -87,11 +89,11 @@ def test_the_prefill_charge_ends_with_prefill():
     scheduler = scheduler_of(workers)
     lease = submitted(scheduler, job(8000, 200))
     scheduler.prefill_done(lease, 1.0)
-    assert books(workers["p0"])[1:] == (0, 0, 0, 0)
+    assert books(workers["p0"]) == NOTHING  # while the call decodes elsewhere
     assert workers["p0"].prefill_work_ms == 0.0
     assert books(workers["d0"]) == (1, 0, 0, 1, 8200)
     scheduler.prefill_done(lease, 2.0)  # twice is once
-    assert workers["p0"].prefill_jobs == 0
+    assert books(workers["p0"]) == NOTHING
 
 
 def test_phases_go_forward_only():
@@ -140,10 +142,54 @@ def test_calls_wait_for_decode_room_in_their_order():
     # There would be room for the small one, but it came later.
     assert scheduler.submit(small, 0.0) is None
     assert scheduler.depth == 2
-    assert scheduler.place_waiting(1.0) == []
+    assert list(scheduler.place_waiting(1.0)) == []
     scheduler.close(running)
     assert [lease.job.id for lease in scheduler.place_waiting(2.0)] == ["large", "small"]
     assert scheduler.depth == 0
+
+
+def test_a_waiting_job_is_brought_up_to_date_when_its_turn_comes():
+    """The second is refreshed after the first was placed; the one without room, each time."""
+    workers = fleet(2, 1, capacity_tokens=25_000)
+    scheduler = scheduler_of(workers)
+    running = submitted(scheduler, job(20_000, 1000, id="running"))
+    for name in ("first", "second", "third"):
+        assert scheduler.submit(job(10_000, 100, id=name), 0.0) is None
+    held: dict[str, int] = {}
+    refreshed: list[str] = []
+
+    def refresh(call: Job) -> Job:
+        refreshed.append(call.id)
+        return replace(call, held_tokens=dict(held))
+
+    scheduler.close(running)
+    leases = []
+    for lease in scheduler.place_waiting(1.0, refresh):
+        assert lease.placement.prefill is not None
+        held[lease.placement.prefill.id] = 9600
+        leases.append(lease)
+    first, second = leases
+    assert refreshed == ["first", "second", "third"]
+    assert (first.placement.cached_tokens, second.placement.cached_tokens) == (0, 9600)
+    assert second.placement.prefill is first.placement.prefill
+    assert second.prefill_tokens == 400
+    assert scheduler.depth == 1
+    assert list(scheduler.place_waiting(2.0, refresh)) == []
+    assert refreshed[3:] == ["third"]
+
+
+def test_placing_goes_no_further_than_it_is_taken():
+    workers = fleet(0, 1)
+    workers["d0"].up = False
+    scheduler = scheduler_of(workers)
+    for name in ("first", "second"):
+        assert scheduler.submit(job(id=name), 0.0) is None
+    workers["d0"].up = True
+    placing = scheduler.place_waiting(1.0)
+    assert next(placing).job.id == "first"
+    assert (scheduler.depth, len(scheduler.leases)) == (1, 1)
+    assert next(placing).job.id == "second"
+    assert (scheduler.depth, len(scheduler.leases)) == (0, 2)
 
 
 def test_prefill_is_not_spent_before_there_is_room_to_decode():
@@ -152,7 +198,7 @@ def test_prefill_is_not_spent_before_there_is_room_to_decode():
     lease = submitted(scheduler, job(8000, 1000))
     scheduler.prefill_done(lease, 1.0)
     assert scheduler.submit(job(5000, 1000), 1.0) is None
-    assert books(workers["p0"])[1:] == (0, 0, 0, 0)
+    assert books(workers["p0"]) == NOTHING
 
 
 def test_reserved_room_is_that_of_prompt_and_output():
@@ -201,7 +247,7 @@ def test_waiting_jobs_are_placed_when_a_worker_comes_up():
     assert scheduler.submit(job(), 0.0) is None
     workers["d0"].up = True
     assert scheduler.servable()
-    assert len(scheduler.place_waiting(1.0)) == 1
+    assert len(list(scheduler.place_waiting(1.0))) == 1
 
 
 @pytest.mark.parametrize(
