@@ -41,6 +41,9 @@ class BlockManager:
         """Blocks that can be found by hash."""
         return len(self._by_hash)
 
+    def knows(self, key: int) -> bool:
+        return key in self._by_hash
+
     def match(self, hashes: Sequence[int], limit: int) -> list[int]:
         """Blocks that hold the longest known start of `hashes`, at most `limit`. Takes none."""
         found = list(map(self._by_hash.get, hashes[:limit]))

@@ -861,6 +861,9 @@ class Engine:
         full = min(tokens // self.block_tokens, len(hashes))
         if full <= first:
             return
+        # A hash that was known keeps its first block, which may be gone by now; ours takes over.
+        while first and not self.blocks.knows(hashes[first - 1]):
+            first -= 1
         self.blocks.publish(sequence.blocks[first:full], hashes[first:full])
         sequence.published = full
         if self.kv_events is not None:
