@@ -27,10 +27,15 @@ class Reply:
     def __init__(self) -> None:
         self.ended_ok: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self.events = 0
+        self.events_before = 0  # those that came before the window opened
         self.first_s: float | None = None
         self.fault = ""
         self._status = 0
         self._tail = b""
+
+    @property
+    def events_inside(self) -> int:
+        return self.events - self.events_before
 
     def started(self, status: int, headers: dict[bytes, bytes]) -> None:
         self._status = status
@@ -83,7 +88,7 @@ class Load:
         else:
             await asyncio.sleep(options.secs)
         seconds = clock_s() - self._window_s
-        events = self.events + sum(reply.events for reply in self._live)
+        events = self.events + sum(reply.events_inside for reply in self._live)
         for caller in callers:
             caller.cancel()
         self._pool.close()
@@ -107,7 +112,7 @@ class Load:
             self.done = self.events = 0
             self.ttft_s.clear()
             for reply in self._live:
-                reply.events = 0
+                reply.events_before = reply.events
         self._window_s = clock_s()
         sys.stdout.write("W\n")
         sys.stdout.flush()
@@ -127,7 +132,7 @@ class Load:
         connection.send(self._pool.head(PATH, len(body)), body, reply)
         ok = await reply.ended_ok and reply.complete(options.stream, options.max_tokens)
         self._live.discard(reply)
-        self.events += reply.events
+        self.events += reply.events_inside
         self.done += ok
         self.bad += not ok
         if not ok:

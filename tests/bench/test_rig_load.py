@@ -1,6 +1,8 @@
 import asyncio
 import json
 
+import httpx
+
 from bench import rig_load
 
 
@@ -54,3 +56,18 @@ def test_failed_calls_say_why():
     found = asyncio.run(measure())
     assert (found["done"], found["bad"]) == (0, 3)
     assert found["faults"] == {"HTTP 503": 3}
+
+
+def test_a_stream_that_spans_the_opening_of_the_window_is_whole(engine):
+    async def measure():
+        url = f"http://127.0.0.1:{engine.regular}/_ctl?itl_us=50000"
+        async with httpx.AsyncClient(trust_env=False) as client:
+            await client.get(url)
+        arguments = ["--port", str(engine.regular), "--stream", "--max-tokens", "6"]
+        options = rig_load.parse([*arguments, "--warmup", "0.15", "--secs", "0.6", "--conc", "2"])
+        return await rig_load.Load(options).run()
+
+    found = asyncio.run(measure())
+    assert found["done"] > 0
+    assert found["bad"] == 0
+    assert found["events"] > 0
