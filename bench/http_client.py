@@ -119,9 +119,14 @@ class Pool:
             f"Content-Length: {length}\r\n\r\n"
         ).encode()
 
+    def idle(self) -> Connection | None:
+        """A connection that is open already, if one is free."""
+        return self._idle.pop() if self._idle else None
+
     async def take(self) -> Connection:
-        if self._idle:
-            return self._idle.pop()
+        connection = self.idle()
+        if connection is not None:
+            return connection
         loop = asyncio.get_running_loop()
         _, connection = await loop.create_connection(lambda: Connection(self), self.host, self.port)
         self._all.add(connection)

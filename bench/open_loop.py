@@ -17,7 +17,7 @@ from pathlib import Path
 import orjson
 
 from bench import traces
-from bench.http_client import Pool, clock_s
+from bench.http_client import Connection, Pool, clock_s
 from bench.observation import Call, StreamObserver
 from bench.prompts import PromptBuilder
 from bench.tokenisation import Tokenisation
@@ -91,6 +91,7 @@ class OpenLoop:
         self._bodies = BodyBuilder(job, rows)
         self._pool = Pool(job.url)
         self._pending: set[asyncio.Future[Call]] = set()
+        self._connecting: set[asyncio.Task[None]] = set()
         self.calls: list[Call] = []
 
     async def run(self) -> list[Call]:
@@ -102,28 +103,42 @@ class OpenLoop:
             due_s = start_s + row.arrival_ms / 1000 / self._job.arrivals
             # Also with nothing to wait for, so that replies are read between two sends.
             await asyncio.sleep(max(0.0, due_s - clock_s()))
-            await self._send(Call(number, due_s), body)
+            self._send(Call(number, due_s), body)
         if self._pending:
             await asyncio.wait(self._pending, timeout=self._job.drain_s)
         for call in self.calls:
             if call.end_s is None and not call.error:
                 call.error = "unfinished when the replay ended"
-        progress.cancel()
+        for task in (progress, *self._connecting):
+            task.cancel()
         self._pool.close()
         return self.calls
 
-    async def _send(self, call: Call, body: bytes) -> None:
+    def _send(self, call: Call, body: bytes) -> None:
+        """Sends at once on an idle connection; a new one must not hold up the calls behind."""
         self.calls.append(call)
         observer = StreamObserver(call)
         self._pending.add(observer.done)
         observer.done.add_done_callback(self._pending.discard)
+        connection = self._pool.idle()
+        if connection is not None:
+            self._post(connection, observer, body)
+            return
+        task = asyncio.create_task(self._connect_and_post(observer, body))
+        self._connecting.add(task)
+        task.add_done_callback(self._connecting.discard)
+
+    async def _connect_and_post(self, observer: StreamObserver, body: bytes) -> None:
         try:
             connection = await self._pool.take()
         except OSError as error:
             observer.failed(type(error).__name__)
             return
+        self._post(connection, observer, body)
+
+    def _post(self, connection: Connection, observer: StreamObserver, body: bytes) -> None:
         head = self._pool.head("/v1/chat/completions", len(body))
-        call.sent_s = clock_s()
+        observer.call.sent_s = clock_s()
         connection.send(head, body, observer)
 
     async def _report(self) -> None:
