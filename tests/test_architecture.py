@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -193,7 +194,7 @@ def test_locks_hold_every_direct_dependency_with_hashes(name):
     text = (ROOT / name).read_text(encoding="utf-8")
     wanted = RUNTIME
     if name == "requirements-dev.txt":
-        wanted = RUNTIME + sum(EXTRAS.values(), [])
+        wanted = [*RUNTIME, *chain.from_iterable(EXTRAS.values())]
     for dependency in wanted:
         assert re.search(rf"^{re.escape(dependency)}==\S+ \\\n    --hash=", text, re.MULTILINE)
 
