@@ -31,6 +31,7 @@ class Fleet:
     capacity_tokens: int = 1_000_000
     ttft_s: list[float] = field(default_factory=list)
     placed: Counter[str] = field(default_factory=Counter)
+    since_restart: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(PROFILES["b300-tp4"], 100_000)
@@ -87,10 +88,21 @@ class Fleet:
         worker = lease.placement.prefill
         assert worker is not None
         self.placed[worker.id] += 1
+        self.since_restart.append(worker.id)
         request = Request(name, np.array(tokens, dtype=np.uint32), max_tokens=1, keep_kv=True)
         self._under_way[name] = (lease, self.now_s)
         self.engines[worker.id].submit(request, self.now_s)
         self._look(worker.id)
+
+    def restart(self, name: str) -> None:
+        """A prefill engine starts anew: what the router knows of its cache is gone."""
+        self.cachemap.clear(name)
+        self.scheduler.room_tokens[name] = self.capacity_tokens
+        self.engines[name] = Engine(
+            self.engines[name].profile, engine_id=name, block_tokens=BLOCK_TOKENS
+        )
+        self.workers[name].epoch += 1
+        self.since_restart.clear()
 
     def at(self, time_s: float, what: Callable[[], None]) -> None:
         heapq.heappush(self._events, (time_s, next(self._ticket), what))
