@@ -176,10 +176,11 @@ def test_a_body_too_large_is_a_call_too():
     async def play(made: Served) -> None:
         response = await made.post(b"x" * 2000, b"x-request-id: call\r\n")
         assert response.headers["x-request-id"] == "call"
-        assert (
-            b'pdrouter_rejected_total{reason="body_too_large"} 1'
-            in (await made.get(b"/metrics")).body
-        )
+        assert b"2000 bytes; limits.max_body_bytes" in response.body
+        metrics = (await made.get(b"/metrics")).body.decode()
+        assert 'pdrouter_rejected_total{reason="body_too_large"} 1' in metrics
+        counted = 'pdrouter_requests_total{model="unknown",queue="default",plan="none",code="413"}'
+        assert f"{counted} 1" in metrics
 
     played(play, limits={"max_body_bytes": 1000})
 

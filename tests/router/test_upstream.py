@@ -716,3 +716,42 @@ def test_a_collected_reply_ends_once():
             await failed.whole
 
     asyncio.run(scenario())
+
+
+def test_a_cancelled_wait_for_a_reply_can_be_taken_up_again():
+    async def scenario() -> None:
+        reply = Collected()
+        reply.on_head(200, ())
+        reply.whole.cancel()
+        reply.listen_again()
+        reply.on_data(b"ab")
+        reply.on_end()
+        assert (await reply.whole).body == b"ab"
+        reply.listen_again()  # it has ended: nothing more is awaited
+        assert (await reply.whole) is reply
+        failed = Collected()
+        failed.on_failure(Disconnected("gone"))
+        failed.listen_again()
+        with pytest.raises(Disconnected):
+            await failed.whole
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.xfail(strict=True, reason="what ends while nobody waits is not kept")
+@pytest.mark.parametrize("failure", [None, Disconnected("gone")])
+def test_a_reply_that_ends_between_two_waits_is_kept(failure):
+    """The wait is cancelled in the turn of the loop in which the reply ends."""
+
+    async def scenario() -> None:
+        reply = Collected()
+        reply.whole.cancel()
+        if failure is None:
+            reply.on_end()
+        else:
+            reply.on_failure(failure)
+        reply.listen_again()
+        assert reply.whole.done()
+        reply.whole.exception()
+
+    asyncio.run(scenario())
