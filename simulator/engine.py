@@ -8,18 +8,13 @@ fleets in virtual time.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, field
-from heapq import heappop, heappush
-from itertools import count
+from collections.abc import Iterable, Iterator
 from math import inf
 
-import numpy as np
-
+from simulator.batch import Batch, Link, Queue, Step, Timers
 from simulator.blocks import BlockManager
-from simulator.hashing import Chain, Tokens, chain_blocks, mix, salt_seed, sequence_identity
-from simulator.kv_events import AllBlocksCleared, BlockRemoved, BlocksStored, KvEvent
+from simulator.hashing import chain_blocks, salt_seed, sequence_identity
+from simulator.kv_contents import KvContents
 from simulator.profile import Profile
 from simulator.sequence import (
     Action,
@@ -35,7 +30,7 @@ from simulator.sequence import (
     State,
     Totals,
 )
-from simulator.text import Answer, natural_length
+from simulator.text import natural_length
 
 __all__ = [
     "Action",
@@ -65,70 +60,6 @@ class EngineDeadError(Exception):
     """The engine core has died; nothing can be submitted until a restart."""
 
 
-class _Timers:
-    """What is due at some later time, in order of time and then of arrival."""
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[float, int, str, Sequence | str]] = []
-        self._ticket = count()
-
-    @property
-    def next_s(self) -> float:
-        return self._heap[0][0] if self._heap else inf
-
-    def add(self, time_s: float, what: str, subject: Sequence | str) -> None:
-        heappush(self._heap, (time_s, next(self._ticket), what, subject))
-
-    def pop(self) -> tuple[str, Sequence | str]:
-        _time_s, _ticket, what, subject = heappop(self._heap)
-        return what, subject
-
-    def clear(self) -> None:
-        self._heap.clear()
-
-
-@dataclass(slots=True)
-class _Link:
-    """The network port that KV arrives through: one transfer's bytes at a time."""
-
-    free_s: float = 0.0
-    peers: set[str] = field(default_factory=set)
-    "Engines that a connection exists to."
-
-
-@dataclass(slots=True)
-class _Queue:
-    """Sequences that are not in the batch."""
-
-    waiting: deque[Sequence] = field(default_factory=deque)
-    loaded: deque[Sequence] = field(default_factory=deque)
-    pulling: dict[str, Sequence] = field(default_factory=dict)
-    hung: set[str] = field(default_factory=set)
-    "Malformed claims, which are also pulling."
-
-
-@dataclass(slots=True)
-class _Batch:
-    """Sequences that take part in steps."""
-
-    admitted: list[Sequence] = field(default_factory=list)
-    "All of them, oldest first; the last one is preempted first."
-    prefilling: list[Sequence] = field(default_factory=list)
-    decoding: list[Sequence] = field(default_factory=list)
-    context_tokens: int = 0
-    "Sum of the KV lengths of the decoding ones."
-
-
-@dataclass(slots=True)
-class _Step:
-    """One forward pass in flight."""
-
-    start_s: float
-    end_s: float
-    prefill: list[tuple[Sequence, int]]
-    decode: list[Sequence]
-
-
 class Engine:
     """One worker's scheduler and KV cache. All times are seconds of the engine's own clock."""
 
@@ -148,27 +79,23 @@ class Engine:
         self.lease_s = lease_s
         self.recompute_failed_loads = recompute_failed_loads
         self.blocks = BlockManager(profile.capacity_tokens // block_tokens)
+        self.contents = KvContents(self.blocks, block_tokens, record_events=record_kv_events)
         self.max_model_len = min(profile.max_model_len, self.blocks.capacity * block_tokens)
-        self.kv_events: list[KvEvent] | None = None
-        "What happened in the cache since the driver last took it away; None: nobody wants to know."
-        if record_kv_events:
-            self.kv_events = []
-            self.blocks.on_forget = self._forgotten
         self.totals = Totals()
         self.pace = 1.0
         "Factor on the time of every step: 2 is half as fast."
         self.dead = False
         self.pins: dict[str, Pin] = {}
         self._sequences: dict[str, Sequence] = {}
-        self._queue = _Queue()
-        self._batch = _Batch()
+        self._queue = Queue()
+        self._batch = Batch()
         self._full = False
         "The last look at the queue found no room; only an end, a release or a timer makes some."
-        self._step: _Step | None = None
-        self._timers = _Timers()
+        self._step: Step | None = None
+        self._timers = Timers()
         self._now_s = 0.0
         self._progress = Progress()
-        self._link = _Link()
+        self._link = Link()
 
     # -- what a driver asks ---------------------------------------------------------------------
 
@@ -178,7 +105,7 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        return len(self._queue.waiting) + len(self._queue.loaded) + len(self._queue.pulling)
+        return len(self._queue)
 
     @property
     def pulling(self) -> int:
@@ -322,12 +249,9 @@ class Engine:
             return
         remote = sequence.request.remote
         assert remote is not None
-        own = sequence.blocks[sequence.hits :]
-        known = list(contents)[-len(own) :] if own else []
-        held = known + [mix(~sequence.identity - i) for i in range(len(own) - len(known))]
-        self._write(sequence, sequence.hits, held)
+        received = self.contents.receive(sequence, contents)
         cost = self.profile.transfer
-        size_bytes = len(own) * self.block_tokens * self.profile.kv_bytes_per_token
+        size_bytes = received * self.block_tokens * self.profile.kv_bytes_per_token
         start_s = max(self._now_s, self._link.free_s)
         end_s = start_s + cost.seconds(size_bytes)
         self._link.free_s = start_s + size_bytes / cost.bytes_per_s
@@ -375,13 +299,6 @@ class Engine:
             self._start_step()
         return True
 
-    def read_blocks(self, blocks: Collection[int]) -> list[int]:
-        """What lies in blocks, whoever they belong to, as a remote read finds it."""
-        content, capacity = self.blocks.content, self.blocks.capacity
-        if blocks and min(blocks) >= 0 and max(blocks) < capacity:
-            return list(map(content.__getitem__, blocks))
-        return [content[block] if 0 <= block < capacity else 0 for block in blocks]
-
     def drop_pins(self) -> None:
         """Free what waits for decode engines, without counting it as expired."""
         for pin in self.pins.values():
@@ -391,27 +308,16 @@ class Engine:
     def reset_cache(self, now_s: float) -> bool:
         """Forget the prefix cache. False while any block is held."""
         self._run_until(now_s)
-        done = self.blocks.clear_cache()
-        if done and self.kv_events is not None:
-            self.kv_events.append(AllBlocksCleared())
-        return done
+        return self.contents.clear_cache()
 
     def kill(self) -> None:
         """The engine core dies: everything in flight ends in an error."""
         self.dead = True
         for sequence in list(self._sequences.values()):
             self._finish(sequence, Reason.ERROR)
-        for pool in (
-            self._queue.waiting,
-            self._queue.loaded,
-            self._batch.prefilling,
-            self._batch.decoding,
-            self._batch.admitted,
-        ):
-            pool.clear()
-        self._queue.pulling.clear()
-        self._queue.hung.clear()
-        self._timers.clear()
+        self._queue = Queue()
+        self._batch = Batch()
+        self._timers = Timers()
         self._step = None
 
     # -- time -----------------------------------------------------------------------------------
@@ -474,7 +380,7 @@ class Engine:
         sequence.external_tokens = sequence.prompt_len - sequence.computed
         self.totals.external_hits += sequence.external_tokens
         sequence.computed = sequence.prompt_len - 1
-        self._publish(sequence, sequence.prompt_len)
+        self.contents.publish(sequence, sequence.prompt_len)
         sequence.state = State.LOADED
         self._queue.loaded.append(sequence)
         self._progress.actions.append(Release(remote))
@@ -489,7 +395,7 @@ class Engine:
             return
         # The blocks stay with the sequence: it computes into them what it could not load.
         sequence.cached_tokens = sequence.computed
-        self._write(sequence, sequence.hits, self._expected(sequence, sequence.hits))
+        self.contents.compute(sequence)
         sequence.state = State.LOADED
         self._queue.loaded.append(sequence)
 
@@ -512,7 +418,7 @@ class Engine:
         if not prefill and not self._batch.decoding:
             return
         duration_s = self._step_seconds(prefill)
-        self._step = _Step(
+        self._step = Step(
             self._now_s, self._now_s + duration_s, prefill, list(self._batch.decoding)
         )
 
@@ -523,12 +429,11 @@ class Engine:
         chunk = min(missing, budget)
         if chunk > 0:
             prefill.append((sequence, chunk))
-            self._publish(sequence, sequence.computed + chunk)
+            self.contents.publish(sequence, sequence.computed + chunk)
         return chunk
 
     def _step_seconds(self, prefill: list[tuple[Sequence, int]]) -> float:
-        """Prefill part and decode part; the constant of the form is paid once."""
-        decode = self.profile.decode
+        """Time of a step. A chunk of one token behind others is as good as a decode step."""
         batch = len(self._batch.decoding)
         context = self._batch.context_tokens
         chunks = []
@@ -538,16 +443,7 @@ class Engine:
                 context += sequence.computed
             else:
                 chunks.append((size, sequence.computed))
-        seconds = decode.seconds(batch, context / batch) if batch else 0.0
-        if chunks:
-            cost = self.profile.prefill
-            new = sum(size for size, _ in chunks)
-            attention = sum(
-                cost.d * size * (before + size / 2) + cost.e * before for size, before in chunks
-            )
-            seconds += max(cost.floor, cost.b * new) + attention
-            seconds += cost.a - (min(cost.a, decode.a) if batch else 0.0)
-        return seconds * self.pace
+        return self.profile.step_seconds(chunks, batch, context) * self.pace
 
     def _admit(self) -> Sequence | None:
         """The next sequence that joins the batch; starts pulls on the way."""
@@ -590,7 +486,7 @@ class Engine:
         if sequence.cached_tokens is None:
             sequence.cached_tokens = sequence.computed
             sequence.own_cached = sequence.computed
-        self._write(sequence, sequence.hits, self._expected(sequence, sequence.hits))
+        self.contents.compute(sequence)
 
     def _start_pull(self, sequence: Sequence, remote: RemoteKv) -> None:
         sequence.state = State.PULLING
@@ -604,8 +500,7 @@ class Engine:
 
     def _join(self, sequence: Sequence) -> None:
         sequence.state = State.RUNNING
-        self._batch.admitted.append(sequence)
-        self._batch.prefilling.append(sequence)
+        self._batch.join(sequence)
 
     def _grow(self) -> bool:
         """Every decoding sequence gets the block its next token needs. True: somebody gave way."""
@@ -627,8 +522,8 @@ class Engine:
         return preempted
 
     def _preempt(self, victim: Sequence) -> None:
-        self._extend_chain(victim)
-        self._publish(victim, victim.computed)
+        self.contents.extend_chain(victim)
+        self.contents.publish(victim, victim.computed)
         self._withdraw(victim)
         self.blocks.release(victim.blocks)
         victim.blocks = []
@@ -638,7 +533,7 @@ class Engine:
         self.totals.preemptions += 1
         self._queue.waiting.appendleft(victim)
 
-    def _finish_step(self, step: _Step, until_s: float) -> None:
+    def _finish_step(self, step: Step, until_s: float) -> None:
         """End the step in flight, and a run of equal ones behind it that end by `until_s`."""
         self._now_s = step.end_s
         self._step = None
@@ -677,12 +572,10 @@ class Engine:
         self.totals.computed += min(chunk, max(0, sequence.prompt_len - sequence.computed + chunk))
         if sequence.computed < sequence.prompt_len + sequence.generated:
             return
-        self._batch.prefilling.remove(sequence)
-        self._batch.decoding.append(sequence)
-        self._batch.context_tokens += sequence.computed
+        self._batch.start_decoding(sequence)
         if sequence.generated == 0:
             sequence.first_token_s = self._now_s
-            sequence.key = self._true_identity(sequence)
+            sequence.key = self.contents.identity(sequence)
             self._count_prompt(sequence)
         sequence.generated += 1
         self.totals.output += 1
@@ -700,7 +593,7 @@ class Engine:
 
     # -- runs of equal steps --------------------------------------------------------------------
 
-    def _leap_limit(self, step: _Step) -> int:
+    def _leap_limit(self, step: Step) -> int:
         """Steps, the one in flight included, until a sequence ends or another may join."""
         if self._batch.prefilling or (
             (self._queue.waiting or self._queue.loaded) and not self._full
@@ -711,12 +604,10 @@ class Engine:
 
     def _decode_seconds(self, steps: int, batch: int) -> float:
         """Time of `steps` equal steps behind the one in flight."""
-        cost = self.profile.decode
-        rate = max(cost.d * batch, cost.floor) / batch
-        context = self._batch.context_tokens * steps + batch * steps * (steps + 1) / 2
-        return ((cost.a + cost.b * batch) * steps + rate * context) * self.pace
+        context = self._batch.context_tokens
+        return self.profile.decode.run_seconds(steps, batch, context) * self.pace
 
-    def _leap(self, step: _Step, until_s: float) -> int:
+    def _leap(self, step: Step, until_s: float) -> int:
         """How many equal steps end by `until_s`; moves the clock to the end of the last."""
         batch = len(step.decode)
         if step.end_s >= until_s or any(s.state is not State.RUNNING for s in step.decode):
@@ -755,20 +646,10 @@ class Engine:
 
     def _withdraw(self, sequence: Sequence) -> None:
         """Take a sequence out of whatever queue or batch it is in; it keeps its blocks."""
-        state = sequence.state
-        if state is State.RUNNING:
-            self._batch.admitted.remove(sequence)
-            if sequence in self._batch.decoding:
-                self._batch.decoding.remove(sequence)
-                self._batch.context_tokens -= sequence.computed
-            else:
-                self._batch.prefilling.remove(sequence)
-        elif state is State.WAITING:
-            self._queue.waiting.remove(sequence)
-        elif state is State.LOADED:
-            self._queue.loaded.remove(sequence)
-        elif state is State.PULLING:
-            del self._queue.pulling[sequence.request.id]
+        if sequence.state is State.RUNNING:
+            self._batch.withdraw(sequence)
+        else:
+            self._queue.withdraw(sequence)
 
     def _complete(self, sequence: Sequence) -> None:
         self._finish(sequence, Reason.STOP if sequence.natural else Reason.LENGTH)
@@ -776,9 +657,9 @@ class Engine:
     def _finish(self, sequence: Sequence, reason: Reason) -> None:
         """Release or pin the blocks. The sequence is out of every queue already."""
         loading = sequence.state in (State.WAITING, State.PULLING)
-        self._extend_chain(sequence)
+        self.contents.extend_chain(sequence)
         if sequence.state is State.RUNNING:
-            self._publish(sequence, sequence.computed)
+            self.contents.publish(sequence, sequence.computed)
         self._sequences.pop(sequence.request.id, None)
         remote = sequence.request.remote
         failed = reason in (Reason.ABORT, Reason.ERROR)
@@ -795,83 +676,3 @@ class Engine:
         sequence.reason = reason
         sequence.finished_s = self._now_s
         self._touch(sequence)
-
-    # -- what lies in the blocks ----------------------------------------------------------------
-
-    def _expected(self, sequence: Sequence, first: int) -> list[int]:
-        """What blocks `first` and later hold once the sequence's known tokens are computed."""
-        contents = sequence.chain.hashes[first:]
-        if len(contents) + first < len(sequence.blocks):
-            contents = [*contents, sequence.identity]
-        key = self._wrongness(sequence.blocks[:first])
-        return [mix(value ^ key) for value in contents] if key else contents
-
-    def _write(self, sequence: Sequence, first: int, contents: list[int]) -> None:
-        blocks = sequence.blocks[first:]
-        self.blocks.write(blocks, contents)
-        hashes = [*sequence.chain.hashes, sequence.identity]
-        expected = hashes[first : first + len(contents)]
-        if contents != expected:
-            wrong = (
-                block
-                for block, held, hoped in zip(blocks, contents, expected, strict=False)
-                if held != hoped
-            )
-            self.blocks.corrupt.update(wrong)
-
-    def _wrongness(self, blocks: Iterable[int]) -> int:
-        """0 if blocks hold what they should, else a number made of what the wrong ones hold."""
-        if not self.blocks.corrupt:
-            return 0
-        wrong = [block for block in blocks if block in self.blocks.corrupt]
-        key = 0
-        for block in wrong:
-            key = mix(key + self.blocks.content[block] + 1)
-        return key or (1 if wrong else 0)
-
-    def _true_identity(self, sequence: Sequence) -> int:
-        key = self._wrongness(sequence.blocks)
-        return mix(sequence.identity ^ key) if key else sequence.identity
-
-    def _extend_chain(self, sequence: Sequence) -> None:
-        """Chain the blocks that generated tokens have filled, so that a next turn finds them."""
-        tokens = self.block_tokens
-        known = len(sequence.chain.hashes)
-        full = sequence.computed // tokens
-        if full <= known or sequence.generated == 0:
-            return
-        rest = self._tokens(sequence, known * tokens, full * tokens)
-        more = chain_blocks(rest, tokens, sequence.chain.total, known)
-        sequence.chain = Chain(sequence.chain.hashes + more.hashes, more.total)
-        key = self._wrongness(sequence.blocks[:known])
-        self._write(sequence, known, [mix(h ^ key) for h in more.hashes] if key else more.hashes)
-
-    def _tokens(self, sequence: Sequence, start: int, end: int) -> Tokens:
-        """Tokens `start` to `end - 1` of a prompt and its answer."""
-        prompt = sequence.request.tokens[start:end]
-        if end <= sequence.prompt_len:
-            return prompt
-        first = max(0, start - sequence.prompt_len)
-        answer = Answer(sequence.key, sequence.request.choice)
-        outputs = answer.token_ids(first, end - sequence.prompt_len - first)
-        return np.concatenate([prompt, np.array(outputs, dtype=np.uint32)])
-
-    def _publish(self, sequence: Sequence, tokens: int) -> None:
-        hashes, first = sequence.chain.hashes, sequence.published
-        full = min(tokens // self.block_tokens, len(hashes))
-        if full <= first:
-            return
-        # A hash that was known keeps its first block, which may be gone by now; ours takes over.
-        while first and not self.blocks.knows(hashes[first - 1]):
-            first -= 1
-        self.blocks.publish(sequence.blocks[first:full], hashes[first:full])
-        sequence.published = full
-        if self.kv_events is not None:
-            stored = self._tokens(sequence, first * self.block_tokens, full * self.block_tokens)
-            parent = hashes[first - 1] if first else None
-            salt = sequence.request.salt
-            self.kv_events.append(BlocksStored(hashes[first:full], parent, stored, salt))
-
-    def _forgotten(self, key: int) -> None:
-        if self.kv_events is not None:
-            self.kv_events.append(BlockRemoved(key))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,12 @@ class DecodeCost:
     def seconds(self, batch: int, context_tokens: float) -> float:
         return self.a + self.b * batch + max(self.d * batch, self.floor) * context_tokens
 
+    def run_seconds(self, steps: int, batch: int, context_tokens: int) -> float:
+        """`steps` steps in a row, behind one that starts with `context_tokens` over all."""
+        rate = max(self.d * batch, self.floor) / batch
+        context = context_tokens * steps + batch * steps * (steps + 1) / 2
+        return (self.a + self.b * batch) * steps + rate * context
+
 
 @dataclass(frozen=True, slots=True)
 class TransferCost:
@@ -80,6 +86,25 @@ class Profile:
     max_running: int
     max_batched_tokens: int
     notes: tuple[str, ...] = ()
+
+    def step_seconds(
+        self, chunks: Sequence[tuple[int, int]], batch: int, context_tokens: int
+    ) -> float:
+        """One step: prefill `chunks`, each (new tokens, tokens in KV), and `batch` decode tokens.
+
+        `context_tokens` is the sum over the decoding ones. The constant of the two forms is paid
+        once, and the weights are read once for all chunks.
+        """
+        decode, cost = self.decode, self.prefill
+        seconds = decode.seconds(batch, context_tokens / batch) if batch else 0.0
+        if chunks:
+            new = sum(size for size, _ in chunks)
+            attention = sum(
+                cost.d * size * (before + size / 2) + cost.e * before for size, before in chunks
+            )
+            seconds += max(cost.floor, cost.b * new) + attention
+            seconds += cost.a - (min(cost.a, decode.a) if batch else 0.0)
+        return seconds
 
 
 def parse(data: Mapping[str, Any], source: str) -> Profile:

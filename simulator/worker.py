@@ -227,8 +227,7 @@ class Worker:
                 self._deliver(sequence)
             if not engine.has_news:
                 break
-        if engine.kv_events and self._publisher is not None:
-            events, engine.kv_events = engine.kv_events, []
+        if self._publisher is not None and (events := engine.contents.take_events()):
             self._publisher.publish(events, time())
         self._pumping = False
         self._arm()
@@ -304,7 +303,7 @@ class Worker:
             return
         engine.advance_quietly(self.now_s)
         if blocks is not None:
-            done(engine.read_blocks(blocks), True)
+            done(engine.contents.read(blocks), True)
             return
         pinned = self._pinned(request_id)
         if pinned is None:
@@ -323,7 +322,7 @@ class Worker:
         size_bytes = len(blocks) * config.block_tokens * config.profile.kv_bytes_per_token
         for done in receivers:
             self.engine.count_transfer(size_bytes, config.profile.transfer.seconds(size_bytes))
-            done(self.engine.read_blocks(blocks), True)
+            done(self.engine.contents.read(blocks), True)
 
     def _pinned(self, base_id: str) -> str | None:
         """The kept request that goes by `base_id`, the id without its random end."""

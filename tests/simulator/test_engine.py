@@ -339,7 +339,7 @@ class Pair:
         if isinstance(action, Pull):
             name = action.sequence.request.id
             if self.reachable:
-                self.d.pulled(name, self.p.read_blocks(action.remote.blocks), now_s)
+                self.d.pulled(name, self.p.contents.read(action.remote.blocks), now_s)
             else:
                 self.d.pull_failed(name, now_s)
         elif isinstance(action, Release):

@@ -97,11 +97,10 @@ def test_an_index_of_the_events_predicts_the_next_hit(calls):
         sequence = engine.submit(request, engine.now_s)
         engine.advance(engine.now_s + 1e6)
         assert sequence.cached_tokens == expected
-        for event in engine.kv_events or ():
+        for event in engine.contents.take_events():
             index.apply(event)
-        engine.kv_events = []
     assert engine.blocks.known == len(index.chains)
     assert engine.reset_cache(engine.now_s)
-    for event in engine.kv_events or ():
+    for event in engine.contents.take_events():
         index.apply(event)
     assert not index.chains

@@ -27,6 +27,21 @@ def test_decode_form():
     assert DecodeCost(a=1, b=2, d=3, floor=100).seconds(4, 10) == 1 + 8 + 1000
 
 
+def test_a_run_of_decode_steps_is_the_sum_of_its_steps():
+    cost = DecodeCost(a=1, b=2, d=3, floor=100)
+    steps = [cost.seconds(4, (40 + 4 * i) / 4) for i in range(1, 6)]
+    assert cost.run_seconds(5, 4, 40) == pytest.approx(sum(steps))
+
+
+def test_a_step_of_both_kinds_pays_the_constant_once():
+    profile = load("b300-tp4")
+    prefill, decode = profile.prefill, profile.decode
+    assert profile.step_seconds([(1000, 50)], 0, 0) == pytest.approx(prefill.seconds(1000, 50))
+    assert profile.step_seconds([], 4, 400) == decode.seconds(4, 100)
+    both = prefill.seconds(1000, 50) + decode.seconds(4, 100) - min(prefill.a, decode.a)
+    assert profile.step_seconds([(1000, 50)], 4, 400) == pytest.approx(both)
+
+
 def test_transfer_form():
     assert TransferCost(latency_s=1, bytes_per_s=10, handshake_s=7).seconds(50) == 6
 
