@@ -27,6 +27,7 @@ AGREEMENT_AT_MOST = 0.05
 NEGLIGIBLE_REUSE = 0.002
 # With less of the machine to spare, processes wait for a core and latencies are the machine's.
 BUSY_MACHINE = 0.9
+STAGES = ("decision", "queue_wait", "prefill", "handoff_gap")
 CURVE_POINTS = 60
 
 
@@ -131,9 +132,14 @@ def _router(run: Run, good: Sequence[Call], cached: int, prompt: int) -> JSON:
         "router_ttft_ms": router_ttft_s and router_ttft_s * 1000,
         "client_ttft_ms": client_ttft_s and client_ttft_s * 1000,
         "ttft_difference": relative_difference(router_ttft_s or 0.0, client_ttft_s or 0.0),
+        "router_stages_ms": {stage: _mean_ms(run.router, stage) for stage in STAGES},
         "rejected": run.router.by("pdrouter_rejected_total", "reason"),
         "retries": run.router.total("pdrouter_retries_total"),
     }
+
+
+def _mean_ms(page: Page, stage: str) -> float:
+    return 1000 * (page.mean(f"pdrouter_{stage}_seconds") or 0.0)
 
 
 def _goodput(run: Run, good: Sequence[Call]) -> JSON:
