@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import selectors
@@ -25,6 +26,7 @@ T = TypeVar("T")
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.02
+PR_SET_PDEATHSIG = 1
 SPEED = 4.0
 
 
@@ -66,13 +68,21 @@ def process(command: Sequence[str], log: Path, **options: Any) -> Iterator[subpr
     """A child in a session of its own, ended on the way out; it writes to `log`."""
     with log.open("ab") as sink:
         settings: JSON = {"stdin": subprocess.DEVNULL, "stdout": sink, "stderr": sink} | options
-        child: Any = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **settings)
+        child: Any = subprocess.Popen(
+            command, cwd=ROOT, start_new_session=True, preexec_fn=_end_with_parent, **settings
+        )
         try:
             yield child
         finally:
             end(child)
             if child.stdout is not None:
                 child.stdout.close()
+
+
+def _end_with_parent() -> None:
+    """Make the kernel end this process when the tests are killed outright (Linux only)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def end(child: subprocess.Popen[bytes], patience_s: float = 10.0) -> None:

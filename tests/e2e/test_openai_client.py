@@ -254,7 +254,7 @@ def test_a_full_queue_is_a_rate_limit_error(strict, strict_sdk, scripted, loop_t
         return int(strict.post(body).status_code)
 
     scripted.decode.behaviour = hold
-    body = chat("hello", "scripted")
+    body = chat(prompt("longer than all its room"), "scripted")
     with ThreadPoolExecutor(2) as pool:
         calls = [pool.submit(code_of, body) for _ in range(2)]
         until(lambda: strict.page.total("pdrouter_queue_depth") == 1, 5, "one call waits")
@@ -270,7 +270,7 @@ def test_a_full_queue_is_a_rate_limit_error(strict, strict_sdk, scripted, loop_t
 
 def test_a_wait_that_is_too_long_is_a_rate_limit_error(strict_sdk, strict, scripted):
     scripted.decode.behaviour = silent
-    body = chat("hello", "scripted")
+    body = chat(prompt("longer than all its room"), "scripted")
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(strict.post, body)
         until(lambda: scripted.decode.received, 5, "the first call decodes")
