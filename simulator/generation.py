@@ -161,7 +161,7 @@ class Generation:
             choices,
             [sequence.generated for sequence in self._sequences],
             self._usage(),
-            self._worker.handoff(self._sequences[0]),
+            self._worker.transfers.handoff(self._sequences[0]),
         )
         self._exchange.reply(200, body)
 
@@ -194,7 +194,7 @@ class Generation:
         plain = interval == 1 and not self._call.continuous_usage
         usage = _NO_USAGE if plain and choice.opened else self._usage()
         events = [] if choice.opened else stream.opening(choice, usage)
-        handoff = self._worker.handoff(sequence) if choice.finish else None
+        handoff = self._worker.transfers.handoff(sequence) if choice.finish else None
         sequence.reported = first + count
         return events + stream.tokens(choice, first, count, usage, handoff)
 

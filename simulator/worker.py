@@ -13,15 +13,16 @@ import orjson
 
 from simulator import metrics
 from simulator.control import Received
-from simulator.engine import Engine, EngineDeadError, Heartbeat, Pull, Reason, Release, Request
+from simulator.engine import Engine, EngineDeadError, Heartbeat, Pull, Release, Request
 from simulator.engine import Sequence as EngineSequence
 from simulator.faults import Faults
 from simulator.frontend import Frontend
 from simulator.generation import Generation
 from simulator.http_server import Connection, Exchange
-from simulator.peers import OnRead, Peers
+from simulator.peers import Peers
 from simulator.profile import Profile
-from simulator.vllm import errors, replies, requests
+from simulator.transfers import KvTransfers
+from simulator.vllm import errors, requests
 
 if TYPE_CHECKING:
     from simulator.kv_publisher import KvPublisher
@@ -102,8 +103,8 @@ class Worker:
         self.served = requests.Served(
             config.names, self.engine.max_model_len, config.stream_interval, config.kv_push
         )
-        self._registered: dict[str, list[OnRead]] = {}
-        self.peers.register(self.engine.engine_id, self)
+        self.transfers = KvTransfers(self)
+        self.peers.register(self.engine.engine_id, self.transfers)
 
     @property
     def url(self) -> str:
@@ -234,7 +235,7 @@ class Worker:
 
     def _act(self, action: Pull | Release | Heartbeat) -> None:
         if isinstance(action, Pull):
-            self._pull(action)
+            self.transfers.pull(action)
         elif isinstance(action, Release):
             self.peers.notify("release", action.remote)
         else:
@@ -245,7 +246,7 @@ class Worker:
         if finished:
             self.observed.observe(sequence)
             if self.config.kv_push and sequence.request.keep_kv:
-                self._push(sequence)
+                self.transfers.push(sequence)
         call = self._calls.get(sequence.request.id)
         if call is None:
             return
@@ -271,97 +272,6 @@ class Worker:
     def _wake(self) -> None:
         self._timer = None
         self.pump()
-
-    # -- KV between workers ---------------------------------------------------------------------
-
-    def _pull(self, action: Pull) -> None:
-        request_id = action.sequence.request.id
-        faults, engine = self.faults, self.engine
-        limit = faults.transfer_limit
-        if faults.drop_transfer or (limit is not None and engine.pulling > limit):
-            engine.pull_failed(request_id, self.now_s, reached=True)
-            return
-
-        def done(contents: Sequence[int] | None, reached: bool) -> None:
-            if engine.dead:
-                return
-            if contents is None:
-                engine.pull_failed(request_id, self.now_s, reached=reached)
-            else:
-                engine.pulled(request_id, contents, self.now_s)
-            self.pump()
-
-        self.peers.read(action.remote, done)
-
-    def serve_read(self, request_id: str, blocks: Sequence[int] | None, done: OnRead) -> None:
-        """Another worker, or this one, wants KV from here. A worker that hangs says nothing."""
-        faults, engine = self.faults, self.engine
-        if faults.stall:
-            return
-        if engine.dead or faults.drop_transfer:
-            done(None, not engine.dead)
-            return
-        engine.advance_quietly(self.now_s)
-        if blocks is not None:
-            done(engine.contents.read(blocks), True)
-            return
-        pinned = self._pinned(request_id)
-        if pinned is None:
-            self._registered.setdefault(request_id, []).append(done)
-        else:
-            self._send_kv(engine.pins[pinned].blocks, [done])
-
-    def _push(self, sequence: EngineSequence) -> None:
-        """A prefill leg is done: send its KV to whoever registered for it."""
-        waiting = self._registered.pop(_base_id(sequence.request.id), [])
-        if waiting and sequence.blocks:
-            self._send_kv(sequence.blocks, waiting)
-
-    def _send_kv(self, blocks: Sequence[int], receivers: Sequence[OnRead]) -> None:
-        config = self.config
-        size_bytes = len(blocks) * config.block_tokens * config.profile.kv_bytes_per_token
-        for done in receivers:
-            self.engine.count_transfer(size_bytes, config.profile.transfer.seconds(size_bytes))
-            done(self.engine.contents.read(blocks), True)
-
-    def _pinned(self, base_id: str) -> str | None:
-        """The kept request that goes by `base_id`, the id without its random end."""
-        return next((name for name in self.engine.pins if _base_id(name) == base_id), None)
-
-    def kv_notice(self, kind: str, request_id: str) -> None:
-        if self.faults.stall or self.engine.dead:
-            return
-        if self.config.kv_push:
-            if kind == "release":
-                self._registered.pop(request_id, None)
-            request_id = self._pinned(request_id) or request_id
-        if kind == "release":
-            self.engine.release_pin(request_id, self.now_s)
-        else:
-            self.engine.extend_pin(request_id, self.now_s)
-        self.pump()
-
-    def handoff(self, sequence: EngineSequence) -> replies.Handoff | None:
-        """What this worker hands on of a finished prefill leg."""
-        if not sequence.request.keep_kv or sequence.reason not in (Reason.LENGTH, Reason.STOP):
-            return None
-        count = -(-sequence.prompt_len // self.config.block_tokens)
-        blocks = sequence.blocks[:count]
-        request_id = sequence.request.id
-        if self.faults.wrong_lease:
-            capacity = self.engine.blocks.capacity
-            blocks = [(block + capacity // 2) % capacity for block in blocks]
-            request_id += "-wrong"
-        return replies.Handoff(
-            blocks=blocks,
-            engine_id=self.engine.engine_id,
-            request_id=request_id,
-            host=self.peers.host,
-            port=self.peers.port,
-            tokens=sequence.prompt_len,
-            cached_tokens=sequence.cached_tokens or 0,
-            push=self.config.kv_push,
-        )
 
     # -- calls ----------------------------------------------------------------------------------
 
@@ -433,7 +343,3 @@ def _kv_publisher(config: WorkerConfig) -> KvPublisher:
 
     topic = f"kv@{config.name}@{config.names[0]}"
     return KvPublisher(config.host, topic, config.block_tokens)
-
-
-def _base_id(request_id: str) -> str:
-    return request_id.rpartition("-")[0]
