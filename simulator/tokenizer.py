@@ -19,7 +19,6 @@ from simulator.hashing import Tokens
 JSON = dict[str, Any]
 
 VOCABULARY = 1 << 32
-BYTES_PER_TOKEN = 4
 
 _FIRST_MARK = 0xF8
 _SPECIAL = 0xFC << 24

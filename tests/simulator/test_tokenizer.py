@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simulator.text import Answer
-from simulator.tokenizer import BYTES_PER_TOKEN, VOCABULARY, decode, encode, encode_chat
+from simulator.tokenizer import VOCABULARY, decode, encode, encode_chat
 
 texts = st.text(st.characters(codec="utf-8"), max_size=200)
 messages = st.lists(
@@ -29,7 +29,7 @@ messages = st.lists(
 def test_text_round_trips(text):
     tokens = encode(text)
     assert decode(tokens) == text
-    assert len(tokens) == -(-len(text.encode()) // BYTES_PER_TOKEN)
+    assert len(tokens) == -(-len(text.encode()) // 4)
 
 
 @given(st.lists(texts, max_size=5))
