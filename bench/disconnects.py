@@ -33,6 +33,8 @@ LATE_AT_MOST = 30  # the run has failed by then, and each costs up to GIVE_UP_S
 LIVE = ("running", "waiting", "pinned_requests")
 # Room for three of the longest calls on a decode worker, so that more of them wait in the router.
 DECODE_CAPACITY_TOKENS = 32768
+# So little that the router's map of it is full within a few calls: what grows after is a leak.
+PREFILL_CAPACITY_TOKENS = 131072
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -178,7 +180,9 @@ async def _come_and_go(leaver: Leaver, one: Cut) -> None:
 
 def run(options: argparse.Namespace) -> int:
     fleet = Fleet(
-        speed=options.speed, decode_args=["--capacity-tokens", str(DECODE_CAPACITY_TOKENS)]
+        speed=options.speed,
+        prefill_args=["--capacity-tokens", str(PREFILL_CAPACITY_TOKENS)],
+        decode_args=["--capacity-tokens", str(DECODE_CAPACITY_TOKENS)],
     )
     try:
         with cluster(fleet) as running:
