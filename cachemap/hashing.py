@@ -50,11 +50,9 @@ def hash_blocks(prompt: Prompt) -> Blocks:
     ends = block_ends(len(data), prompt.message_ends)
     hashes = []
     chained = prompt.seed
-    start = 0
-    for end in ends:
-        chained = digest(data[start:end], chained)
+    for block in map(data.__getitem__, map(slice, (0, *ends), ends)):
+        chained = digest(block, chained)
         hashes.append(chained)
-        start = end
     return Blocks(hashes, ends)
 
 

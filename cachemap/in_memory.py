@@ -8,8 +8,10 @@ a prompt the tail first, so eviction never leaves a block without the blocks bef
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
+from itertools import accumulate, filterfalse, repeat
+from operator import and_, sub
 
 from cachemap.hashing import Blocks
 
@@ -64,47 +66,33 @@ class InMemoryCacheMap:
 
     def match(self, blocks: Blocks) -> dict[str, int]:
         """Leading bytes of the prompt that each worker holds; workers that hold none are absent."""
-        held: dict[int, int] = {}
-        holders = self._holders
-        alive = -1
-        depth = 0
-        for block, end in zip(blocks.hashes, blocks.ends, strict=True):
-            still = alive & holders.get(block, 0)
-            if still != alive:
-                if depth:
-                    held[alive & ~still] = depth
-                alive = still
-                if not alive:
-                    break
-            depth = end
-        if alive and depth:
-            held[alive] = depth
-        if not held:
+        # Whole prompts pass through C here: of each block its holders, of each prefix the workers
+        # that hold all its blocks, and of each such set how deep it reaches.
+        holders = map(self._holders.get, blocks.hashes, repeat(0))
+        depths = dict(zip(accumulate(holders, and_), blocks.ends, strict=True))
+        depths.pop(0, None)
+        if not depths:
             return {}
-        return {
-            worker: depth
-            for worker, holdings in self._workers.items()
-            for bits, depth in held.items()
-            if bits & holdings.bit
-        }
+        workers = self._workers.items()
+        # Deeper sets come later, and a worker's deepest one is what it holds.
+        return {w: depth for bits, depth in depths.items() for w, h in workers if bits & h.bit}
 
     def store(self, worker: str, blocks: Blocks) -> None:
         """`worker` holds all of `blocks`, just used. An unknown worker is ignored."""
         holdings = self._workers.get(worker)
         if holdings is None:
             return
-        lru, bit, holders = holdings.blocks, holdings.bit, self._holders
-        ends = blocks.ends
+        lru, holders = holdings.blocks, self._holders
+        known = list(filter(lru.__contains__, blocks.hashes))
+        if len(known) < len(blocks.hashes):
+            sizes = dict(zip(blocks.hashes, map(sub, blocks.ends, (0, *blocks.ends)), strict=False))
+            new = list(filterfalse(lru.__contains__, reversed(blocks.hashes)))
+            lru.update(zip(new, map(sizes.__getitem__, new), strict=True))
+            holdings.held_bytes += sum(map(sizes.__getitem__, new))
+            held = map(holdings.bit.__or__, map(holders.get, new, repeat(0)))
+            holders.update(zip(new, held, strict=True))
         # From the tail to the head: the head ends up as the most recent, so the tail goes first.
-        i = len(ends)
-        for block in reversed(blocks.hashes):
-            i -= 1
-            if block in lru:
-                lru.move_to_end(block)
-                continue
-            lru[block] = size = ends[i] - ends[i - 1] if i else ends[0]
-            holdings.held_bytes += size
-            holders[block] = holders.get(block, 0) | bit
+        deque(map(lru.move_to_end, reversed(known)), maxlen=0)
         if holdings.held_bytes > holdings.capacity_bytes or len(lru) > self._share:
             self._evict(holdings)
 
@@ -131,11 +119,6 @@ class InMemoryCacheMap:
     def blocks_held(self) -> dict[str, int]:
         """Number of blocks known per worker."""
         return {worker: len(holdings.blocks) for worker, holdings in self._workers.items()}
-
-    def free_bytes(self, worker: str) -> int:
-        """Prompt bytes that `worker` can take in before it has to evict."""
-        holdings = self._workers.get(worker)
-        return holdings.capacity_bytes - holdings.held_bytes if holdings else 0
 
     def memory_bytes(self) -> int:
         """Estimate of the memory that the map occupies."""

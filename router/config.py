@@ -197,7 +197,7 @@ class CachemapConfig(Strict):
 
 
 class TimeoutsConfig(Strict):
-    connect_s: Positive = Field(default=2.0, description="To open a connection to a worker.")
+    connect_s: Positive = Field(default=5.0, description="To open a connection to a worker.")
     first_byte_s: Positive = Field(
         default=300.0, description="From an upstream request to its answer."
     )

@@ -48,7 +48,7 @@ _ID_PREFIX = os.urandom(10).hex()
 _ID_COUNTER = itertools.count(1)
 _JOB_IDS = itertools.count(1)  # clients may use one request id for two calls at once
 # Headers of the client that engines get to see, beside authorization.
-_FORWARDED = frozenset({b"traceparent", b"tracestate"})
+_FORWARDED = (b"traceparent", b"tracestate")
 # An engine that has just been sent a decode leg gets this long to come to it. Closed before that,
 # it would never tell the prefill worker to let go of the KV; and nobody else may, as long as this
 # engine might still fetch it: what it read by then could be another prompt's.
@@ -151,6 +151,7 @@ class Dispatcher:
             raise
         finally:
             outcome.e2e_s = time.perf_counter() - started_s
+            outcome.ended_at = time.time()
             if outcome.ttft_s is not None:  # a clock reading until here
                 outcome.ttft_s -= started_s
             self._observe(outcome)
@@ -183,7 +184,7 @@ class Dispatcher:
             raise
 
     def _read(self, exchange: Exchange, outcome: Outcome, request_id: str) -> Call:
-        authorization = exchange.header(b"authorization")
+        authorization = exchange.headers.get(b"authorization")
         if self._keys and authorization not in self._keys:
             raise Unauthorized("No valid API key was given.", code="invalid_api_key")
         if exchange.body_is_too_large:
@@ -372,6 +373,8 @@ class Dispatcher:
         for worker in (placement.prefill, placement.decode):
             if worker is not None:
                 call.fleet.not_arrived(worker, call.blocks, call.held)
+        if failed.kv_unclaimed is not None:
+            self._release_elsewhere(call, failed)
         if isinstance(failed.failure, StaleConnection):
             return  # says nothing about the worker
         call.excluded.add(failed.worker.id)
@@ -381,9 +384,13 @@ class Dispatcher:
         if isinstance(failed.failure, ConnectFailed):
             failed.worker.up = False
         self._suspect(failed.worker.id)
-        if failed.kv_unclaimed is not None:
-            others = (w for w in call.fleet.workers if w.up and w.can_decode)
-            self._release_kv(call, next(others, failed.worker), failed.kv_unclaimed)
+
+    def _release_elsewhere(self, call: Call, failed: StageFailed) -> None:
+        stale = isinstance(failed.failure, StaleConnection)
+        for worker in call.fleet.workers:
+            if worker.up and worker.role == "decode" and (stale or worker is not failed.worker):
+                self._release_kv(call, worker, failed.kv_unclaimed)
+                return
 
     def _leave_prefill(
         self, call: Call, lease: Lease, connection: Connection | None, reply: Collected
@@ -458,7 +465,7 @@ class _StreamHead:
 
 
 def _request_id(exchange: Exchange) -> str:
-    given = exchange.header(b"x-request-id")
+    given = exchange.headers.get(b"x-request-id")
     if given is not None and _REQUEST_ID.fullmatch(given):
         return given.decode()
     return f"{_ID_PREFIX}{next(_ID_COUNTER):012x}"
@@ -470,10 +477,11 @@ def _attempt_id(call: Call, attempt: int) -> str:
 
 
 def _forwarded(exchange: Exchange, authorization: bytes | None) -> bytes:
-    lines = [b"%b: %b\r\n" % pair for pair in exchange.headers if pair[0] in _FORWARDED]
-    if authorization is not None:
-        lines.append(b"authorization: %b\r\n" % authorization)
-    return b"".join(lines)
+    lines = b"" if authorization is None else b"authorization: %b\r\n" % authorization
+    for name in _FORWARDED:
+        if name in exchange.headers:
+            lines += b"%b: %b\r\n" % (name, exchange.headers[name])
+    return lines
 
 
 def _check(reply: Collected | Relay) -> None:
@@ -490,7 +498,7 @@ def _pass_on(call: Call, reply: Collected | Relay) -> None:
     """Answer the client with an engine's whole reply."""
     content_type = b"application/json"
     for name, value in reply.headers:
-        if name == b"content-type":
+        if name.lower() == b"content-type":
             content_type = value
     _add_route(call)
     call.outcome.code = reply.status
@@ -516,10 +524,13 @@ def _note_prompt(call: Call, worker: WorkerState, usage: Any) -> None:
         return
     outcome.prompt_tokens = counted
     outcome.delivered_tokens = openai.cached_tokens(usage)
-    in_tokens = call.fleet.in_tokens(held, counted)
-    outcome.captured_tokens = in_tokens.get(worker.id, 0)
-    outcome.available_tokens = max(in_tokens.values(), default=0)
-    last_block = (counted - 1) // worker.block_tokens * worker.block_tokens
+    if not held.by_worker:
+        outcome.predicted_tokens = 0
+        return
+    block, ratio = worker.block_tokens, counted / held.prompt_bytes
+    outcome.captured_tokens = int(held.by_worker.get(worker.id, 0) * ratio) // block * block
+    outcome.available_tokens = int(max(held.by_worker.values()) * ratio) // block * block
+    last_block = (counted - 1) // block * block
     outcome.predicted_tokens = min(outcome.captured_tokens, last_block)
 
 

@@ -65,16 +65,9 @@ class Exchange:
     message_event = _NoEvent()
     disconnected = False
 
-    def __init__(
-        self,
-        edge: EdgeProtocol,
-        path: bytes,
-        handler: Handler,
-        keep_alive: bool,
-        expects_continue: bool,
-    ) -> None:
+    def __init__(self, edge: EdgeProtocol, path: bytes, handler: Handler, keep_alive: bool) -> None:
         self.path = path
-        self.headers: list[tuple[bytes, bytes]] = edge.headers
+        self.headers = dict(edge.headers)  # by lower-case name; of equal ones the last
         self.body = b""
         self.body_bytes = 0
         self.body_is_too_large = False  # and so was not kept
@@ -89,15 +82,7 @@ class Exchange:
         self._pieces: list[bytes] = []
         self._received = False
         self._has_turn = False
-        self._expects_continue = expects_continue
         self._task: asyncio.Task[None] | None = None
-
-    def header(self, name: bytes) -> bytes | None:
-        """The value of the first header called `name` (lower case)."""
-        for key, value in self.headers:
-            if key == name:
-                return value
-        return None
 
     # From the protocol
 
@@ -118,7 +103,7 @@ class Exchange:
     def take_turn(self) -> None:
         self._has_turn = True
         self._edge.running = self
-        if self._expects_continue and not self._received:
+        if not self._received and self.headers.get(b"expect", b"").lower() == b"100-continue":
             self._edge.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         self._start()
 
@@ -233,16 +218,27 @@ class EdgeProtocol(HttpToolsProtocol):
         """Headers that uvicorn puts before every response (the date), as lines."""
         return b"".join([b"%b: %b\r\n" % header for header in self.server_state.default_headers])
 
+    def on_message_begin(self) -> None:
+        # uvicorn also makes the scope of an ASGI request here, which hot requests do not need.
+        self.url = b""
+        self.headers = []
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers.append((name.lower(), value))
+
     def on_headers_complete(self) -> None:
         path = self.url.partition(b"?")[0]
         handler = self.hot.get(path)
         waits = self.cycle is not None and not self.cycle.response_complete
         if handler is None or self.parser.get_method() != b"POST":
+            url, headers = self.url, self.headers
+            super().on_message_begin()
+            self.url = url
+            for header in headers:
+                super().on_header(*header)
             super().on_headers_complete()
         else:
-            self.cycle = Exchange(
-                self, path, handler, bool(self.parser.should_keep_alive()), self.expect_100_continue
-            )
+            self.cycle = Exchange(self, path, handler, bool(self.parser.should_keep_alive()))
             if waits:
                 self.pipeline.appendleft((self.cycle, None))
             else:

@@ -243,12 +243,10 @@ class Fleet:
         for worker in (placement.prefill, placement.decode):
             if worker is not None:
                 self.cachemap.store(worker.id, blocks)
-                self._note_room(worker.id)
 
     def not_arrived(self, worker: WorkerState, blocks: Blocks, held: Held) -> None:
         """The call failed on `worker`: it holds no more than before."""
         self.cachemap.forget(worker.id, blocks, held.by_worker.get(worker.id, 0))
-        self._note_room(worker.id)
 
     def learn(self, held: Held, prompt_tokens: int, output_tokens: int) -> None:
         """What an engine counted for one call."""
@@ -296,8 +294,3 @@ class Fleet:
     def _size(self, worker: WorkerState) -> None:
         tokens = worker.capacity_tokens or self._default_capacity_tokens
         self.cachemap.add_worker(worker.id, int(tokens * self._bytes_per_token))
-        self._note_room(worker.id)
-
-    def _note_room(self, worker_id: str) -> None:
-        free = self.cachemap.free_bytes(worker_id)
-        self.scheduler.room_tokens[worker_id] = int(free / self._bytes_per_token)

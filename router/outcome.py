@@ -13,7 +13,7 @@ class Outcome:
     placed). `code` is the HTTP status sent, or that of the error that ended a stream, or 499 where
     the client left first. The four prefix counts are prompt tokens: some worker held / the chosen
     one held / it was expected to reuse / the engine says it reused (None: it did not say). Times
-    are None where the call never got so far.
+    are None where the call never got so far; `ended_at` is Unix time.
     `retries` holds (stage, reason) of each failed attempt; `error` names a failure in one word.
     """
 
@@ -39,6 +39,7 @@ class Outcome:
     ttft_s: float | None = None
     tpot_s: float | None = None
     e2e_s: float = 0.0
+    ended_at: float = 0.0
     retries: list[tuple[str, str]] = field(default_factory=list)
     rejected: str = ""
     disconnect_phase: str = ""

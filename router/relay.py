@@ -25,7 +25,7 @@ _HELD_BYTES = 1 << 20
 _EVENT_END = re.compile(rb"\r?\n\r?\n")
 _DONE = re.compile(rb"^data: ?\[DONE\]", re.MULTILINE)
 _ERROR_START = b'{"error"'
-_ERROR = re.compile(rb'^data: ?\{"error"', re.MULTILINE)
+_ERROR = re.compile(rb'^data: ?\{"error": ?[^n ]', re.MULTILINE)
 
 
 class Client(Protocol):
@@ -80,7 +80,7 @@ class Relay:
     def on_head(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
         self.status, self.headers = status, headers
         self._streams = status == 200 and any(
-            name == b"content-type" and value.startswith(b"text/event-stream")
+            name.lower() == b"content-type" and value.startswith(b"text/event-stream")
             for name, value in headers
         )
 
@@ -98,8 +98,10 @@ class Relay:
             self._held = data
 
     def on_end(self) -> None:
+        if self.finished.done():
+            return
         if self._flowing:
-            if self._held:
+            if _DONE.search(self._held):  # whole but for its last line ends
                 self._client.write(self._held)
                 self._tail.append(self._held)
             if not _DONE.search(b"".join(self._tail)):

@@ -24,10 +24,16 @@ from router.errors import (
 
 _TICK_S = 0.5
 _IDLE_PER_WORKER = 1024
+# More attempts at a time than this overflow a listening socket's backlog, and wait for a second or
+# three until the kernel tries again.
+_CONNECTING_PER_WORKER = 128
 
 
 class Receiver(Protocol):
-    """Takes one reply. After `on_end` or `on_failure` nothing more comes."""
+    """Takes one reply; names of headers come as they were sent.
+
+    After `on_end` or `on_failure` nothing more comes.
+    """
 
     def on_head(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None: ...
 
@@ -93,6 +99,7 @@ class Upstream:
         )
         self._owner = owner
         self._idle: list[Connection] = []
+        self._connecting = asyncio.Semaphore(_CONNECTING_PER_WORKER)
 
     async def open(self) -> Connection:
         """A connection to send one request on, pooled or fresh.
@@ -121,7 +128,7 @@ class Upstream:
     async def _connect(self) -> Connection:
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(self._owner.connect_s):
+            async with self._connecting, asyncio.timeout(self._owner.connect_s):
                 _, connection = await loop.create_connection(
                     lambda: Connection(self, self._owner), *self._address
                 )
@@ -136,7 +143,7 @@ class Connection(asyncio.Protocol):
     """One connection to a worker, carrying one reply at a time."""
 
     __slots__ = (
-        "_complete", "_headers", "_keep_alive", "_length_known", "_limit", "_owner", "_parser",
+        "_complete", "_headers", "_keep_alive", "_limit", "_owner", "_parser",
         "_paused", "_pieces", "_pool", "_quiet", "_receiver", "_replies", "_status", "_transport",
     )  # fmt: skip
 
@@ -154,7 +161,6 @@ class Connection(asyncio.Protocol):
         self._status = 0
         self._headers: list[tuple[bytes, bytes]] = []
         self._pieces: list[bytes] = []
-        self._length_known = False
         self._complete = False
         self._keep_alive = False
         self._quiet = 0
@@ -244,7 +250,7 @@ class Connection(asyncio.Protocol):
         self._transport = None
         if self._receiver is None:
             return
-        if exc is None and self._status and not self._length_known:
+        if exc is None and self._status and not self._has_length():
             self._finish()  # a reply that ends where its connection ends
         elif self._replies and not self._status:
             self._pool.discard_idle()
@@ -255,9 +261,6 @@ class Connection(asyncio.Protocol):
     # httptools
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        name = name.lower()
-        if name in (b"content-length", b"transfer-encoding"):
-            self._length_known = True
         self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
@@ -274,18 +277,25 @@ class Connection(asyncio.Protocol):
         self._pieces.append(body)
 
     def on_message_complete(self) -> None:
-        self._complete = self._status != 0
-        self._keep_alive = bool(self._parser.should_keep_alive())
+        if self._status:
+            self._complete = True
+            self._keep_alive = bool(self._parser.should_keep_alive())
+
+    def _has_length(self) -> bool:
+        names = {name.lower() for name, _ in self._headers}
+        return b"content-length" in names or b"transfer-encoding" in names
 
     def _finish(self) -> None:
         receiver, self._receiver = self._receiver, None
         self._owner.active.discard(self)
         self._replies += 1
-        self.resume_reading()
-        if self.usable and self._complete and self._keep_alive:
+        if self._paused:
+            self.resume_reading()
+        transport = self._transport
+        if transport is not None and self._keep_alive and not transport.is_closing():
             self._pool.give_back(self)
-        elif self._transport is not None:
-            self._transport.close()
+        elif transport is not None:
+            transport.close()
         if receiver is not None:
             receiver.on_end()
 
@@ -321,10 +331,12 @@ class Collected:
         self._pieces.append(data)
 
     def on_end(self) -> None:
+        self.listen_again()
         if not self.whole.done():
             self.whole.set_result(self)
 
     def on_failure(self, failure: WorkerFailure) -> None:
+        self.listen_again()
         if not self.whole.done():
             self.whole.set_exception(failure)
 

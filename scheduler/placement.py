@@ -15,11 +15,9 @@ from scheduler.jobs import Job
 from scheduler.prices import Prices
 from scheduler.workers import WorkerState
 
-# A token computed twice costs the call its time, and the calls behind it on the worker theirs.
-# These weights were chosen by replaying traces: docs/adr/0008-price-of-a-prefill.md.
-CONGESTION = 2.0
-# Taking in a token where the cache is full pushes out one that somebody may come back for.
-DISPLACEMENT = 1.0
+# A token computed again costs the call its time, and the calls behind it on the worker theirs; a
+# wait costs this call alone. Chosen by replaying traces: docs/adr/0008-price-of-a-prefill.md.
+CONGESTION = 4.0
 # Share of a worker's recent surplus of prefill work that counts against it, so that a prefix that
 # everybody shares gets a second holder before queues form.
 BALANCE = 0.1
@@ -53,18 +51,14 @@ def place(
     job: Job,
     workers: Sequence[WorkerState],
     prices: Prices,
-    room_tokens: dict[str, int],
     now_s: float,
 ) -> Placement | None:
-    """Choose the cheapest plan among `workers`, or None where no decode worker has room.
-
-    `room_tokens` maps a worker to the prompt tokens its cache takes in without evicting.
-    """
+    """Choose the cheapest plan among `workers`, or None where no decode worker has room."""
     decoders = _decoders(job, workers)
     if not decoders:
         return None
     prefillers = [] if job.decode_only else _prefillers(job, workers)
-    first = _price_prefill(job, prefillers, prices, room_tokens, now_s)
+    first = _price_prefill(job, prefillers, prices, now_s)
     second, alone = _price_decode(job, decoders, prices)
     candidates = (first, second, alone)
     price, _, decode, _ = min(alone, key=_ORDER)
@@ -126,24 +120,23 @@ def _price_prefill(
     job: Job,
     workers: Sequence[WorkerState],
     prices: Prices,
-    room_tokens: dict[str, int],
     now_s: float,
 ) -> list[Candidate]:
     if not workers:
         return []
     prompt_tokens, held = job.prompt_tokens, job.held_tokens
     mean_recent = sum([worker.recent_prefill_tokens for worker in workers]) / len(workers)
+    spread_per_token = BALANCE * prices.prefill_b
+    computes: dict[int, float] = {}  # by cached tokens: most workers hold the same, nothing
     candidates: list[Candidate] = []
     for worker in workers:
         cached = min(held.get(worker.id, 0), prompt_tokens - 1) if held else 0
-        uncached = prompt_tokens - cached
+        compute = computes.get(cached)
+        if compute is None:
+            compute = CONGESTION * prices.prefill(prompt_tokens - cached, cached)
+            computes[cached] = compute
         wait = prefill_wait_ms(worker, now_s) if worker.prefill_jobs else 0.0
-        compute = CONGESTION * prices.prefill(uncached, cached)
-        tokens = BALANCE * (worker.recent_prefill_tokens - mean_recent)
-        displaced = uncached - room_tokens.get(worker.id, uncached)
-        if displaced > 0:
-            tokens += DISPLACEMENT * displaced
-        spread = prices.prefill_b * tokens
+        spread = spread_per_token * (worker.recent_prefill_tokens - mean_recent)
         price = wait + compute + spread
         candidates.append((price, worker.last_placed, worker, (wait, compute, spread)))
     return candidates
@@ -161,16 +154,21 @@ def _price_decode(
     alone: list[Candidate] = []
     prompt_tokens, held = job.prompt_tokens, job.held_tokens
     output = job.expected_output_tokens
-    own_context = prompt_tokens + output // 2
-    own_effect = prices.decode_b + prices.decode_d * own_context
+    own_effect = prices.decode_b + prices.decode_d * (prompt_tokens + output // 2)
+    costs: dict[int, tuple[float, float]] = {}  # transfer and compute by cached tokens
     for worker in workers:
         cached = min(held.get(worker.id, 0), prompt_tokens - 1) if held else 0
-        uncached = prompt_tokens - cached
-        calls, placed = worker.decode_jobs, worker.last_placed
-        step = prices.decode_step(calls, worker.decode_work_tokens)
-        growth = output * (step + own_effect * (calls + 1)) / worker.weight
-        transfer = prices.transfer(uncached)
-        compute = CONGESTION * prices.prefill(uncached, cached) * prices.interference(calls)
+        cost = costs.get(cached)
+        if cost is None:
+            uncached = prompt_tokens - cached
+            cost = prices.transfer(uncached), CONGESTION * prices.prefill(uncached, cached)
+            costs[cached] = cost
+        transfer, compute = cost
+        calls, weight, placed = worker.decode_jobs, worker.weight, worker.last_placed
+        # A worker of twice the weight is as dear with twice the load.
+        step = prices.decode_step(calls / weight, worker.decode_work_tokens / weight)
+        growth = output * (step + own_effect * (calls / weight + 1))
+        compute *= prices.interference(calls)
         behind.append((transfer + growth, placed, worker, (transfer, growth)))
         alone.append((compute + growth, placed, worker, (compute, growth)))
     return behind, alone

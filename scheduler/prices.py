@@ -38,7 +38,7 @@ class Prices:
             + self.prefill_e * c
         )
 
-    def decode_step(self, calls: int, context_tokens: int) -> float:
+    def decode_step(self, calls: float, context_tokens: float) -> float:
         return self.decode_a + self.decode_b * calls + self.decode_d * context_tokens
 
     def transfer(self, tokens: int) -> float:

@@ -44,8 +44,6 @@ class Scheduler:
 
     def __init__(self, prices: Prices, max_waiting: int) -> None:
         self.workers: dict[str, WorkerState] = {}
-        # Prompt tokens that a worker's cache takes in before it evicts, as the cache map says.
-        self.room_tokens: dict[str, int] = {}
         self.leases: set[Lease] = set()
         self._prices = prices
         self._max_waiting = max_waiting
@@ -66,7 +64,6 @@ class Scheduler:
         """Forget a worker. Leases on it stay valid and release what they hold."""
         self.workers.pop(worker_id, None)
         self._listed = list(self.workers.values())
-        self.room_tokens.pop(worker_id, None)
 
     def servable(self) -> bool:
         """Whether any worker that is up could ever take a job."""
@@ -131,7 +128,7 @@ class Scheduler:
         decode.running -= 1
 
     def _place(self, job: Job, now_s: float) -> Lease | None:
-        placement = place(job, self._listed, self._prices, self.room_tokens, now_s)
+        placement = place(job, self._listed, self._prices, now_s)
         if placement is None:
             return None
         return self._open(job, placement, now_s)
