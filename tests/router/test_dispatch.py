@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -79,6 +80,7 @@ def test_a_stream_over_two_workers():
         assert response.headers["x-pdrouter-cached-tokens"] == "0"
         assert response.headers["x-request-id"] == outcome.request_id
         assert (outcome.plan, outcome.code, outcome.stream) == ("pd", 200, True)
+        assert abs(outcome.ended_at - time.time()) < 60
         assert (outcome.prompt_tokens, outcome.output_tokens) == (20, 2)
         assert (outcome.retries, outcome.rejected, outcome.disconnect_phase) == ([], "", "")
         times = (outcome.prefill_s, outcome.handoff_gap_s, outcome.ttft_s, outcome.tpot_s)
