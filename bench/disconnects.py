@@ -56,6 +56,7 @@ class Tally:
     late: list[str] = field(default_factory=list)
     files: list[int] = field(default_factory=list)
     rss_mb: list[float] = field(default_factory=list)
+    cachemap_mb: list[float] = field(default_factory=list)
 
 
 class Bench:
@@ -78,13 +79,13 @@ class Bench:
         with Progress("disconnects", total) as bar:
             while self.tally.cuts < total and len(self.tally.late) < LATE_AT_MOST:
                 if self.tally.cuts * 4 >= total * len(self.tally.files):
-                    self._note_process()
+                    await self._note_process()
                 size = min(self._group_size(), total - self.tally.cuts)
                 await self._group(size)
                 bar.at(self.tally.cuts)
         await self._whole_calls(16)
         await self._quiet()
-        self._note_process()
+        await self._note_process()
         await self._sdk.close()
         await self._http.aclose()
         return self.tally
@@ -93,8 +94,10 @@ class Bench:
         """Mostly one; now and then so many at once that some have to wait for room."""
         return 1 if self._dice.random() < 0.95 else self._dice.randint(12, 20)
 
-    def _note_process(self) -> None:
+    async def _note_process(self) -> None:
         pid = self._cluster.pids["router"]
+        page = await self.metrics()
+        self.tally.cachemap_mb.append(page.total("pdrouter_cachemap_bytes") / 2**20)
         self.tally.files.append(cpu.open_files(pid))
         self.tally.rss_mb.append(cpu.rss_mb([pid]))
 
@@ -247,6 +250,7 @@ def _show(tally: Tally, phases: dict[str, float], expired: int, wanted: int) -> 
         "late": len(tally.late),
         "open_files": tally.files,
         "rss_mb": tally.rss_mb,
+        "cachemap_mb": tally.cachemap_mb,
         "marks": [mark.as_json() for mark in marks],
     }
     return report.finish(figures, all(mark.ok for mark in marks))
