@@ -13,6 +13,7 @@ import pytest
 import uvicorn
 import uvloop
 
+from cachemap import hash_blocks, read_prompt
 from router.app import Router, build
 from router.config import Config, parse, validate
 from scheduler import PROFILES
@@ -125,7 +126,13 @@ def test_what_is_found_of_workers_is_known_to_the_fleet():
         for worker in made.router.workers:
             assert worker.capacity_tokens == 1_000_000
         assert made.router.fleets[0].max_model_len == 100_000
-        assert made.router.cachemap.free_bytes(made.router.workers[0].id) == 4_000_000
+        # The map takes in as much of a prompt as the worker's cache does, in bytes.
+        prompt = hash_blocks(read_prompt({"prompt": "x" * 5_000_000}, "full-name"))
+        for worker in made.router.workers:
+            made.router.cachemap.store(worker.id, prompt)
+        held = made.router.cachemap.match(prompt)
+        assert len(held) == 2
+        assert all(3_990_000 < size <= 4_000_000 for size in held.values())
 
     played(play)
 

@@ -506,7 +506,6 @@ def test_a_stream_that_breaks_off_is_not_begun_again(behind, then):
     played(play, decode=[behaviour, behaviour])
 
 
-@pytest.mark.xfail(strict=True, reason="a piece of an event is sent, and the error event behind it")
 def test_the_error_that_ends_a_stream_is_an_event_of_its_own():
     async def play(made: Cluster) -> None:
         response = await made.ask(STREAMED)
@@ -932,17 +931,7 @@ def leaving_at(moment: str, hands: Hands) -> Callable[[Table], Any]:
 
 
 @pytest.mark.parametrize(
-    "moment",
-    [
-        "as prefill ends",
-        pytest.param(
-            "just before prefill ends",
-            marks=pytest.mark.xfail(
-                strict=True, reason="an answer between the cancelling and its handling is lost"
-            ),
-        ),
-        "as decode connects",
-    ],
+    "moment", ["as prefill ends", "just before prefill ends", "as decode connects"]
 )
 def test_kv_is_taken_over_when_the_client_leaves_between_the_legs(moment):
     """Within the very turn of the loop in which the prefill worker answers, before or behind it,
@@ -988,18 +977,7 @@ async def to_its_end(table: Table) -> None:
     await table.over()
 
 
-@pytest.mark.parametrize(
-    "opening",
-    [
-        refuses,
-        pytest.param(
-            lets_wait,
-            marks=pytest.mark.xfail(
-                strict=True, reason="the worker that could not be reached is asked to release"
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("opening", [refuses, lets_wait])
 @pytest.mark.parametrize("max_attempts", [1, 2])
 def test_kv_that_decode_could_not_be_asked_to_fetch_is_released_by_another(opening, max_attempts):
     hands = Hands(decoders=2)
@@ -1012,7 +990,6 @@ def test_kv_that_decode_could_not_be_asked_to_fetch_is_released_by_another(openi
 
 
 @pytest.mark.parametrize("decoders", [1, 2])
-@pytest.mark.xfail(strict=True, reason="a stale connection is noted before KV is thought of")
 def test_kv_that_a_stale_connection_did_not_ask_for_is_released(decoders):
     hands = Hands(decoders=decoders)
     stale = fails(StaleConnection("stale_connection"))

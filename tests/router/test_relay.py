@@ -271,7 +271,6 @@ def test_an_error_behind_content_ends_the_stream_wherever_it_is_cut(crlf):
         assert story.client.data == begun
 
 
-@pytest.mark.xfail(strict=True, reason="the end of a reply that has failed sends what was held")
 @pytest.mark.parametrize("piece", [b"d", b"data: [DONE]"])
 def test_a_piece_behind_an_error_is_not_sent_when_the_reply_ends(piece):
     """It would be [DONE], or glued to the error event that the client gets."""
@@ -310,7 +309,6 @@ def test_text_about_errors_is_no_error():
         assert story.finished
 
 
-@pytest.mark.xfail(strict=True, reason="in what flows, any member of that name counts")
 @pytest.mark.parametrize("place", ["first", "later"])
 def test_an_error_member_that_says_nothing_is_no_error(place):
     harmless = event({"error": None, "choices": [{"index": 0, "delta": {"content": "x"}}]})
@@ -327,20 +325,7 @@ def test_a_stream_without_content_failed(stream):
     assert not story.client.begun
 
 
-PIECE_IS_SENT = pytest.mark.xfail(
-    strict=True, reason="the error event that follows is glued to the piece that is passed on"
-)
-
-
-@pytest.mark.parametrize(
-    "lost",
-    [
-        b"",
-        pytest.param(DONE[:-3], marks=PIECE_IS_SENT),
-        pytest.param(DONE[:8], marks=PIECE_IS_SENT),
-        pytest.param(chunk({"content": "lo"})[:-1], marks=PIECE_IS_SENT),
-    ],
-)
+@pytest.mark.parametrize("lost", [b"", DONE[:-3], DONE[:8], chunk({"content": "lo"})[:-1]])
 def test_a_stream_without_its_end_broke_off(lost):
     """And the piece of an event that came last is kept from the client: an event follows it."""
     begun = ROLE + chunk({"content": "Hel"})

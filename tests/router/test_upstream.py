@@ -738,7 +738,6 @@ def test_a_cancelled_wait_for_a_reply_can_be_taken_up_again():
     asyncio.run(scenario())
 
 
-@pytest.mark.xfail(strict=True, reason="what ends while nobody waits is not kept")
 @pytest.mark.parametrize("failure", [None, Disconnected("gone")])
 def test_a_reply_that_ends_between_two_waits_is_kept(failure):
     """The wait is cancelled in the turn of the loop in which the reply ends."""
