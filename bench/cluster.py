@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -61,6 +62,7 @@ class Fleet:
     prefill_args: Sequence[str] = ()
     decode_args: Sequence[str] = ()
     router: Mapping[str, Any] = field(default_factory=dict)  # merged into its configuration
+    router_env: Mapping[str, str] = field(default_factory=dict)
 
 
 def free_port() -> int:
@@ -72,7 +74,11 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def process(
-    command: Sequence[str], log: Path, cpus: str | None = None, capture: bool = False
+    command: Sequence[str],
+    log: Path,
+    cpus: str | None = None,
+    capture: bool = False,
+    env: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A child in a session of its own; the whole session is stopped on exit.
 
@@ -88,7 +94,7 @@ def process(
             stderr=sink,
             start_new_session=True,
             cwd=ROOT,
-            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **env},
         )
         try:
             yield child
@@ -160,7 +166,7 @@ def router(
     config.write_text(json.dumps(router_config(workers, port, fleet)))  # JSON is YAML too
     command = [sys.executable, "-m", "router.cli", "serve", "--config", str(config)]
     log = folder / "router.log"
-    with process(command, log, cpus=cpus) as child:
+    with process(command, log, cpus=cpus, env=fleet.router_env) as child:
         url = f"http://127.0.0.1:{port}"
         wait_ready(url, child, log)
         yield url, child.pid
