@@ -20,7 +20,7 @@ from scheduler.workers import WorkerState
 CONGESTION = 4.0
 # Share of a worker's recent surplus of prefill work that counts against it, so that a prefix that
 # everybody shares gets a second holder before queues form.
-BALANCE = 0.1
+BALANCE = 0.2
 
 
 # One half of a plan, or a whole one on a decode worker alone: price in ms, the worker's last

@@ -78,9 +78,6 @@ class Fleet:
         assert lease is not None
         if lease.placement.prefill is not None:
             self.cachemap.store(lease.placement.prefill.id, self._blocks)
-            for name in self.engines:
-                room = self.cachemap.free_bytes(name) // TOKEN_ID_BYTES
-                self.scheduler.room_tokens[name] = room
         return lease
 
     def arrive(self, name: str, tokens: Sequence[int]) -> None:
@@ -97,7 +94,6 @@ class Fleet:
     def restart(self, name: str) -> None:
         """A prefill engine starts anew: what the router knows of its cache is gone."""
         self.cachemap.clear(name)
-        self.scheduler.room_tokens[name] = self.capacity_tokens
         self.engines[name] = Engine(
             self.engines[name].profile, engine_id=name, block_tokens=BLOCK_TOKENS
         )

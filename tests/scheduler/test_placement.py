@@ -307,12 +307,6 @@ def shared_prefix(prefix: int, calls: int, rate: float) -> tuple[Counter[str], l
     return share, cluster.ttft_s
 
 
-HOT_PREFIX = pytest.mark.xfail(
-    strict=True, reason="computing counts four times: a holder is left only for long queues"
-)
-
-
-@HOT_PREFIX
 def test_a_prefix_that_everybody_shares_gets_holders_on_all_workers_under_load():
     """2,000 shared tokens at a rate that one worker cannot take: nobody is left out."""
     share, _ = shared_prefix(prefix=2000, calls=800, rate=80)
@@ -320,7 +314,6 @@ def test_a_prefix_that_everybody_shares_gets_holders_on_all_workers_under_load()
     assert min(share.values()) >= 0.06 * 800
 
 
-@HOT_PREFIX
 def test_a_hot_prefix_gets_a_second_holder_before_its_first_is_full():
     share, waits = shared_prefix(prefix=4000, calls=300, rate=8)
     assert len(share) >= 2
