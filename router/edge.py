@@ -78,6 +78,7 @@ class Exchange:
         self.response_started = False
         self.response_complete = False
         self._edge = edge
+        self._transport = edge.transport
         self._handler = handler
         self._pieces: list[bytes] = []
         self._received = False
@@ -104,7 +105,7 @@ class Exchange:
         self._has_turn = True
         self._edge.running = self
         if not self._received and self.headers.get(b"expect", b"").lower() == b"100-continue":
-            self._edge.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         self._start()
 
     def gone(self) -> None:
@@ -146,7 +147,7 @@ class Exchange:
         if self.response_started or self.disconnected:
             return
         head = b"content-type: %b\r\ncontent-length: %d\r\n" % (content_type, len(body))
-        self._edge.transport.write(self._head(status, head) + body)
+        self._transport.write(self._head(status, head) + body)
         self._finish()
 
     def start_stream(self, data: bytes) -> None:
@@ -156,17 +157,17 @@ class Exchange:
         framing = b"transfer-encoding: chunked\r\n" if self.chunked else b""
         self.keep_alive = self.keep_alive and self.chunked
         head = self._head(200, _STREAM_HEADERS + framing)
-        self._edge.transport.write(head + self._framed(data))
+        self._transport.write(head + self._framed(data))
 
     def write(self, data: bytes) -> None:
         """Send a piece of the stream, at once."""
         if not self.disconnected:
-            self._edge.transport.write(self._framed(data))
+            self._transport.write(self._framed(data))
 
     def end(self) -> None:
         """End the stream well."""
         if self.chunked and not self.disconnected:
-            self._edge.transport.write(b"0\r\n\r\n")
+            self._transport.write(b"0\r\n\r\n")
         self._finish()
 
     def break_off(self, error: RouterError) -> None:
@@ -197,7 +198,7 @@ class Exchange:
         if self.disconnected:
             return
         if not self.keep_alive:
-            self._edge.transport.close()
+            self._transport.close()
         self._edge.on_response_complete()
 
 

@@ -85,8 +85,6 @@ class Relay:
         )
 
     def on_data(self, data: bytes) -> None:
-        if self.finished.done():
-            return
         if self._held:
             data = self._held + data
             self._held = b""
@@ -136,15 +134,15 @@ class Relay:
         if not data.endswith(end) and len(data) < _HELD_BYTES:
             whole = data.rfind(end) + len(end) if end in data else 0
             self._held, data = data[whole:], data[:whole]
-        failed = _ERROR.search(data) if _ERROR_START in data else None
-        if failed:
+        if _ERROR_START in data and (failed := _ERROR.search(data)):
             # What the engine sends behind its error is [DONE], which would say that all is well.
             data = data[: failed.start()]
+            self._flowing = self._streams = False
         if data:
             write(data)
             self.events += data.count(end)
             self._tail.append(data)
-        if failed:
+        if not self._flowing:
             self._end(EngineFailed("engine_error_event"))
 
     def _end(self, failure: WorkerFailure | None) -> None:
