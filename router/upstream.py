@@ -100,6 +100,7 @@ class Upstream:
         self._owner = owner
         self._idle: list[Connection] = []
         self._connecting = asyncio.Semaphore(_CONNECTING_PER_WORKER)
+        self._connect_timeouts = 0
 
     async def open(self) -> Connection:
         """A connection to send one request on, pooled or fresh.
@@ -127,15 +128,20 @@ class Upstream:
 
     async def _connect(self) -> Connection:
         loop = asyncio.get_running_loop()
-        try:
-            async with self._connecting, asyncio.timeout(self._owner.connect_s):
-                _, connection = await loop.create_connection(
-                    lambda: Connection(self, self._owner), *self._address
-                )
-        except TimeoutError:
-            raise TimedOut("connect_timeout") from None
-        except OSError:
-            raise ConnectFailed("connect") from None
+        timeouts = self._connect_timeouts
+        async with self._connecting:
+            if timeouts != self._connect_timeouts:  # somebody before us has waited in vain
+                raise TimedOut("connect_timeout")
+            try:
+                async with asyncio.timeout(self._owner.connect_s):
+                    _, connection = await loop.create_connection(
+                        lambda: Connection(self, self._owner), *self._address
+                    )
+            except TimeoutError:
+                self._connect_timeouts += 1
+                raise TimedOut("connect_timeout") from None
+            except OSError:
+                raise ConnectFailed("connect") from None
         return connection
 
 
