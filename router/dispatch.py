@@ -53,8 +53,8 @@ _FORWARDED = (b"traceparent", b"tracestate")
 # it would never tell the prefill worker to let go of the KV; and nobody else may, as long as this
 # engine might still fetch it: what it read by then could be another prompt's.
 _DECODE_GRACE_S = 0.25
-# A prefill is given this long to say that it has just ended, before it is stopped.
-_LAST_WORD_S = 0.05
+# An engine that was told to stop a prefill gets this long to end the connection.
+_LAST_WORD_S = 0.25
 _RELEASE_TIMEOUT_S = 5.0
 _CLIENT_LEFT = 499
 
@@ -306,7 +306,7 @@ class Dispatcher:
             await relay.finished
         except WorkerFailure as failure:
             connection.cancel(relay)  # where it was the relay that gave up
-            raise _decode_failed(worker, failure, params) from failure
+            raise StageFailed("decode", worker, failure, None) from failure
         except asyncio.CancelledError:
             connection.cancel(relay, 0.0 if relay.status else _grace_left(sent_s))
             raise
@@ -329,7 +329,7 @@ class Dispatcher:
             await reply.whole
             _check(reply)
         except WorkerFailure as failure:
-            raise _decode_failed(worker, failure, params) from failure
+            raise StageFailed("decode", worker, failure, None) from failure
         except asyncio.CancelledError:
             connection.cancel(reply, _grace_left(sent_s))
             raise
@@ -386,9 +386,8 @@ class Dispatcher:
         self._suspect(failed.worker.id)
 
     def _release_elsewhere(self, call: Call, failed: StageFailed) -> None:
-        stale = isinstance(failed.failure, StaleConnection)
         for worker in call.fleet.workers:
-            if worker.up and worker.role == "decode" and (stale or worker is not failed.worker):
+            if worker.up and worker.role == "decode" and worker is not failed.worker:
                 self._release_kv(call, worker, failed.kv_unclaimed)
                 return
 
@@ -406,7 +405,12 @@ class Dispatcher:
     async def _end_prefill(
         self, call: Call, decode: WorkerState, connection: Connection, reply: Collected
     ) -> None:
-        """Stop a prefill that nobody waits for; if it ended at this very moment, free its KV."""
+        """Stop a prefill that nobody waits for; if it has ended at this very moment, free its KV.
+
+        Only our half of the connection is closed at first: an answer that was already on its way
+        still arrives, and with it what it takes to free the KV.
+        """
+        connection.hang_up(reply)
         try:
             async with asyncio.timeout(_LAST_WORD_S):
                 await reply.whole
@@ -427,13 +431,14 @@ class Dispatcher:
 
     async def _post_release(self, call: Call, worker: WorkerState, leg: bytes) -> None:
         path, upstream = call.exchange.path, call.fleet.upstream(worker)
+        headers = call.headers + b"x-request-id: %b-release\r\n" % call.request_id.encode()
         for _ in range(2):
             reply = Collected()
             connection = None
             try:
                 async with asyncio.timeout(_RELEASE_TIMEOUT_S):
                     connection = await upstream.open()
-                    connection.post(path, call.headers, leg, reply)
+                    connection.post(path, headers, leg, reply)
                     await reply.whole
             except StaleConnection:
                 continue
@@ -549,13 +554,6 @@ def _usage_of(body: bytes) -> Any:
         return orjson.loads(body).get("usage")
     except (orjson.JSONDecodeError, AttributeError):
         return None
-
-
-def _decode_failed(
-    worker: WorkerState, failure: WorkerFailure, params: bytes | None
-) -> StageFailed:
-    unseen = isinstance(failure, StaleConnection)
-    return StageFailed("decode", worker, failure, params if unseen else None)
 
 
 def _grace_left(sent_s: float) -> float:

@@ -149,7 +149,7 @@ class Connection(asyncio.Protocol):
     """One connection to a worker, carrying one reply at a time."""
 
     __slots__ = (
-        "_complete", "_headers", "_keep_alive", "_limit", "_owner", "_parser",
+        "_complete", "_headers", "_hung_up", "_keep_alive", "_limit", "_owner", "_parser",
         "_paused", "_pieces", "_pool", "_quiet", "_receiver", "_replies", "_status", "_transport",
     )  # fmt: skip
 
@@ -161,6 +161,7 @@ class Connection(asyncio.Protocol):
         self._receiver: Receiver | None = None
         self._replies = 0
         self._paused = False
+        self._hung_up = False
         self._reset()
 
     def _reset(self) -> None:
@@ -201,6 +202,12 @@ class Connection(asyncio.Protocol):
         self._receiver = None
         self._owner.active.discard(self)
         asyncio.get_running_loop().call_later(grace_s, self.abort)
+
+    def hang_up(self, receiver: Receiver) -> None:
+        """Close our half, if `receiver`'s request is under way: it still gets what comes."""
+        if self._receiver is receiver and self.usable:
+            self._hung_up = True
+            cast(asyncio.Transport, self._transport).write_eof()
 
     def abort(self) -> None:
         """Close now."""
@@ -298,7 +305,8 @@ class Connection(asyncio.Protocol):
         if self._paused:
             self.resume_reading()
         transport = self._transport
-        if transport is not None and self._keep_alive and not transport.is_closing():
+        reusable = self._keep_alive and not self._hung_up
+        if transport is not None and reusable and not transport.is_closing():
             self._pool.give_back(self)
         elif transport is not None:
             transport.close()
