@@ -370,9 +370,9 @@ class Dispatcher:
 
     def _note_failure(self, call: Call, lease: Lease, failed: StageFailed) -> None:
         placement = lease.placement
-        for worker in (placement.prefill, placement.decode):
-            if worker is not None:
-                call.fleet.not_arrived(worker, call.blocks, call.held)
+        call.fleet.not_arrived(placement.decode, call.blocks, call.held)
+        if failed.stage == "prefill":
+            call.fleet.not_arrived(failed.worker, call.blocks, call.held)
         if failed.kv_unclaimed is not None:
             self._release_elsewhere(call, failed)
         if isinstance(failed.failure, StaleConnection):
@@ -430,24 +430,20 @@ class Dispatcher:
         self._spawn(self._post_release(call, worker, leg))
 
     async def _post_release(self, call: Call, worker: WorkerState, leg: bytes) -> None:
-        path, upstream = call.exchange.path, call.fleet.upstream(worker)
         headers = call.headers + b"x-request-id: %b-release\r\n" % call.request_id.encode()
-        for _ in range(2):
-            reply = Collected()
-            connection = None
-            try:
-                async with asyncio.timeout(_RELEASE_TIMEOUT_S):
-                    connection = await upstream.open()
-                    connection.post(path, headers, leg, reply)
-                    await reply.whole
-            except StaleConnection:
-                continue
-            except WorkerFailure:
-                return  # the engine's own lease ends it
-            except TimeoutError:
-                if connection is not None:
-                    connection.cancel(reply)
-            return
+        reply = Collected()
+        connection = None
+        try:
+            async with asyncio.timeout(_RELEASE_TIMEOUT_S):
+                # On a fresh connection, since a second try could fetch what is not there any more.
+                connection = await call.fleet.upstream(worker).connect()
+                connection.post(call.exchange.path, headers, leg, reply)
+                await reply.whole
+        except WorkerFailure:
+            pass  # the engine's own lease ends it
+        except TimeoutError:
+            if connection is not None:
+                connection.cancel(reply)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

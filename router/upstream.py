@@ -112,7 +112,7 @@ class Upstream:
             connection = self._idle.pop()
             if connection.usable:
                 return connection
-        return await self._connect()
+        return await self.connect()
 
     def give_back(self, connection: Connection) -> None:
         if len(self._idle) < _IDLE_PER_WORKER:
@@ -126,7 +126,8 @@ class Upstream:
         for connection in idle:
             connection.abort()
 
-    async def _connect(self) -> Connection:
+    async def connect(self) -> Connection:
+        """A fresh connection. Raises `ConnectFailed` or `TimedOut`."""
         loop = asyncio.get_running_loop()
         timeouts = self._connect_timeouts
         async with self._connecting:

@@ -808,6 +808,9 @@ class Hand:
             await self.opening()
         return self
 
+    async def connect(self) -> Hand:
+        return await self.open()
+
     def post(self, path: bytes, headers: bytes, body: bytes, receiver: Receiver) -> None:
         self.sent.append(json.loads(body))
         script = self.scripts.pop(0) if len(self.scripts) > 1 else self.scripts[0]
@@ -1011,17 +1014,9 @@ def test_kv_that_decode_may_have_begun_to_fetch_is_left_to_the_engines(failing, 
     assert [number_of(leg) for hand in hands.d for leg in hand.sent] == [1, again]
 
 
-def test_a_release_on_a_stale_connection_is_sent_once_more():
-    hands = Hands()
-    hands.d[0].scripts.insert(0, fails(StaleConnection("stale_connection")))
-    by_hand(leaving_at("as prefill ends", hands), hands)
-    assert releases(hands.d[0]) == [1, 1]
-
-
 @pytest.mark.parametrize(
     ("script", "sent"),
     [
-        (fails(StaleConnection("stale_connection")), 2),
         (fails(Disconnected("disconnected")), 1),
         (fails(TimedOut("first_byte_timeout")), 1),
         (says(b"not json"), 1),
