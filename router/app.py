@@ -181,7 +181,7 @@ def run(config: Config) -> None:
     # What exists by now lives as long as the process: no collection needs to look at it.
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 20, 50)
+    gc.set_threshold(20_000, 10, 10)
     server.run()
 
 

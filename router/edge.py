@@ -130,6 +130,10 @@ class Exchange:
         except Exception:
             logger.exception("unexpected failure")
             self.refuse(RouterError("The router failed unexpectedly."))
+        finally:
+            # A cancelled task keeps its traceback, and that this exchange: a circle with all that
+            # the call had in memory.
+            self._task = None
 
     # From the handler
 
@@ -195,6 +199,7 @@ class Exchange:
             return
         self.response_complete = True
         self.source = None
+        self.body = b""  # the connection may idle for long, and holds its last exchange
         if self.disconnected:
             return
         if not self.keep_alive:
